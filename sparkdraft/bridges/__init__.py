@@ -1,5 +1,5 @@
-"""Our configuration beside others': as a command for vLLM, from commands of vLLM and llama.cpp, and as recipes.
+"""Other servers: their commands as ours, ours as a command for vLLM, recipes, and clusters of machines that run vLLM.
 
-Nothing here imports vLLM or torch. vllm_flags.py and llama_flags.py are the tables; commands are read, and the pages
-docs/from-vllm.md and docs/from-llama-cpp.md are written, from the same rows.
+Nothing here imports torch. Commands are read by the tables in vllm/flags.py and llama_cpp.py, from which
+tools/flag_table.py also writes docs/from-vllm.md and docs/from-llama-cpp.md.
 """

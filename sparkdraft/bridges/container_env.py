@@ -1,23 +1,21 @@
-"""The variables by which existing vLLM containers are configured, and what each one means to this server.
+"""Environment variables that configure existing vLLM containers, and what each one means here.
 
-Their names carry no prefix, so a program beside this one may use a similar name: one that is nearly such a name is
-reported, not refused.
+The names have no prefix, so other programs may use similar ones: a near miss is reported, not refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sparkdraft.bridges.shell_text import split_words
+from sparkdraft.bridges.tables import Found, Unread, finish_numbers, read_flags
 from sparkdraft.core import UserError
 from sparkdraft.server.config import FALSE, TRUE, ServerConfig, converted, merge
 from sparkdraft.util.names import alike, did_you_mean
 
-if TYPE_CHECKING:
-    from sparkdraft.bridges.tables import Unread
-
-# The field that each variable sets. SPARKDRAFT_* beats them.
+# The field that each variable sets. SPARKDRAFT_* variables beat them.
 CONTAINER_NAMES = {
     "MODEL_PATH": "model",
     "DFLASH_DRAFTER": "drafter",
@@ -34,10 +32,10 @@ CONTAINER_NAMES = {
     "SERVED_MODEL_NAME": "served_name",
     "VLLM_API_KEY": "api_key",
 }
-TURBOQUANT = "ENABLE_TURBOQUANT"  # how those containers switch it on
+TURBOQUANT = "ENABLE_TURBOQUANT"  # the containers' switch for TurboQuant
 EXTRA_ARGS = "EXTRA_ARGS"  # flags of `vllm serve`
 ATTENTION_BACKEND = "ATTENTION_BACKEND"
-# Variables that set no single field, and what becomes of them.
+# Variables that set no single field, and how they are read.
 OTHERS = {
     TURBOQUANT: "1 or true is `--kv turboquant`; with 0 the `TQ_` variables are not read",
     EXTRA_ARGS: "flags of `vllm serve`, read as `sparkdraft import` reads them (`--engine vllm` hands on what sets "
@@ -45,8 +43,8 @@ OTHERS = {
     ATTENTION_BACKEND: "accepted and not needed: one kernel runs targets and drafters (`--engine vllm` hands it on)",
 }
 KNOWN = (*CONTAINER_NAMES, *OTHERS)
-OWN_PREFIXES = ("DFLASH_", "TQ_")  # nobody else's
-NEAR = 0.87  # likeness from which a name is taken for a misspelt one
+OWN_PREFIXES = ("DFLASH_", "TQ_")  # used by no other program
+NEAR = 0.87  # similarity from which a name counts as misspelt
 
 
 def is_container_name(name: str) -> bool:
@@ -62,7 +60,7 @@ def container_values(environ: Mapping[str, str]) -> dict[str, Any]:
     read = {key: name for key, name in CONTAINER_NAMES.items() if switch not in FALSE or not name.startswith("tq_")}
     values = {name: converted(name, environ[key], key) for key, name in read.items() if environ.get(key)}
     values |= {"kv": "turboquant"} if switch in TRUE else {}
-    return values | extra_args(environ)
+    return values | _read_extra_args(environ).values
 
 
 def merge_with_container(
@@ -75,36 +73,29 @@ def merge_with_container(
     return merge(flags, toml_path, environ, base, container_values)
 
 
-def extra_args(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Our fields for the flags in EXTRA_ARGS."""
-    if not environ.get(EXTRA_ARGS):
-        return {}
-    from sparkdraft.bridges.vllm.extra_args import read_extra_args
-
-    return read_extra_args(environ[EXTRA_ARGS]).values
-
-
 def unread_args(environ: Mapping[str, str]) -> list[Unread]:
-    """The flags in EXTRA_ARGS that set nothing here, or not all that they ask for: vLLM can be given them."""
-    if not environ.get(EXTRA_ARGS):
-        return []
-    from sparkdraft.bridges.vllm.extra_args import read_extra_args
+    """The flags in EXTRA_ARGS that set no field, or not all that they ask for. They can be handed on to vLLM."""
+    return _read_extra_args(environ).unread
 
-    return read_extra_args(environ[EXTRA_ARGS]).unread
+
+def _read_extra_args(environ: Mapping[str, str]) -> Found:
+    found = Found()
+    if text := environ.get(EXTRA_ARGS):
+        from sparkdraft.bridges.vllm.flags import VLLM  # a large table that few commands need
+
+        found = read_flags(VLLM, split_words(text, EXTRA_ARGS))
+        finish_numbers(found.values, found.notes)
+    return found
 
 
 def container_notes(environ: Mapping[str, str], to_vllm: bool = False) -> list[str]:
-    """What a user should know about the variables that are set: those without an effect, and misspelt ones. to_vllm:
-    vLLM gets what has none here."""
+    """Notes on variables without an effect and on misspelt ones. to_vllm: vLLM gets those without an effect here."""
     notes = []
     if environ.get(ATTENTION_BACKEND) and not to_vllm:
         notes.append(f"{ATTENTION_BACKEND} is {environ[ATTENTION_BACKEND]}: {OTHERS[ATTENTION_BACKEND]}")
-    if environ.get(EXTRA_ARGS):
-        from sparkdraft.bridges.vllm.extra_args import read_extra_args
-
-        found = read_extra_args(environ[EXTRA_ARGS])
-        handed_on = [note for each in found.unread for note in each.notes] if to_vllm else []
-        notes += [f"{EXTRA_ARGS}: {note}" for note in found.notes if note not in handed_on]
+    found = _read_extra_args(environ)
+    handed_on = [note for each in found.unread for note in each.notes] if to_vllm else []
+    notes += [f"{EXTRA_ARGS}: {note}" for note in found.notes if note not in handed_on]
     for name, value in environ.items():
         if value and name not in KNOWN and (name.startswith(OWN_PREFIXES) or alike(name, KNOWN, NEAR)):
             question = did_you_mean(name, KNOWN)

@@ -1,26 +1,49 @@
-"""Another server's command as ours: `sparkdraft import`."""
+"""Turns another server's command into ours, for `sparkdraft import`.
+
+It finds the command in what a user has (a command line, a script, a `docker run`, a compose file or vLLM's own YAML),
+reads its flags by the tables, and writes ours as a command or as TOML.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from sparkdraft.bridges.container_env import container_notes, is_container_name, merge_with_container
-from sparkdraft.bridges.sources import Source, find_source
-from sparkdraft.bridges.tables import read_flags
-from sparkdraft.bridges.vllm.extra_args import finish_numbers
+from sparkdraft.bridges.llama_cpp import LLAMA_CPP
+from sparkdraft.bridges.shell_text import ASSIGNMENT, commands, filled, split_words
+from sparkdraft.bridges.tables import Server, finish_numbers, read_flags
+from sparkdraft.bridges.vllm.flags import VLLM
 from sparkdraft.config import ENGINE_FIELDS
+from sparkdraft.core import UserError
 from sparkdraft.server.config import FIELDS, default_of, merge
 
 PLACE_OF_KEY = "SPARKDRAFT_API_KEY"
 PATHS = ("model", "drafter")
 CHAT = "chat"
-# What a shell fills in where ours is started: a variable or a command's output; and a path with variables in it
+# What a shell fills in when our command starts: a variable or a command's output, or a path with variables
 FILLED = re.compile(r"""\$\w+|\$\{\w+\}|\$\([^()"]*\)|`[^`"]*`""")
 FILLED_PATH = re.compile(r"(?:\$\w+|\$\{\w+\}|[\w./:@+~-])+")
+DOCKER_SWITCHES = (
+    "--detach",
+    "--rm",
+    "--interactive",
+    "--tty",
+    "--privileged",
+    "--init",
+    "--read-only",
+    "--no-healthcheck",
+)
+LLAMA_SERVER, LLAMA_CLI, API_SERVER = "llama-server", "llama-cli", "vllm.entrypoints.openai.api_server"
+WINDOWS = re.compile(r"\b[A-Za-z]:\\|(?:^|\s)\.{0,2}\\\w|\.exe\b", re.I)  # C:\models, .\build, llama-server.exe
+CONFIG = "--config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +54,14 @@ class Imported:
     verb: str = "serve"
 
     def command(self) -> str:
-        """For a shell. The key is a variable, which `ps` does not show."""
+        """Our command for a shell. The key is an environment variable, which `ps` does not show."""
         words = [f"{PLACE_OF_KEY}={_quoted(self.values['api_key'])}"] if "api_key" in self.values else []
         words += [f"sparkdraft {self.verb}"]
         for name in (name for name in FIELDS if name in self.values and name != "api_key"):
             value, flag = self.values[name], name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{'' if value else 'no-'}{flag}")
-            elif self.verb == CHAT and name == "sampling_defaults":  # its values are flags of their own there
+            elif self.verb == CHAT and name == "sampling_defaults":  # each value is a flag of its own there
                 words += [f"--{key.replace('_', '-')} {x}" for key, x in (p.split("=") for p in value.split(","))]
             else:
                 text = _quoted(value, is_path=name in PATHS)
@@ -46,22 +69,22 @@ class Imported:
         return " ".join(words)
 
     def toml(self) -> str:
-        """As a file for `serve --config`. The key is left out: it belongs into the environment."""
+        """A file for `serve --config`, without the key, which belongs into the environment."""
         given = {name: self.values[name] for name in FIELDS if name in self.values and name != "api_key"}
         return "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
 
     def unfilled(self) -> list[str]:
-        """What a shell would fill in, for a note: no one fills it into a file."""
+        """Notes on values that a shell would fill in, which nothing does in a file."""
         given = {name: str(self.values[name]) for name in self.values if name != "api_key"}
         return [
-            f"{name}: {text} is for a shell to fill in, and none reads the file: write what it stands for"
+            f"{name}: {text} is filled in by a shell only: write its value into the file"
             for name, text in given.items()
             if FILLED.fullmatch(text) or (name in PATHS and "$" in text)
         ]
 
 
 def read(text: str, service: str = "") -> Imported:
-    """text: a command, or a compose file's name. Raises UserError for what could not be served here at all."""
+    """Imports a command or a file. Raises UserError for what cannot be served here at all."""
     source = find_source(text, service)
     found = read_flags(source.server, source.words)
     values = _from_variables(source, found.notes) | found.values
@@ -78,7 +101,7 @@ def read(text: str, service: str = "") -> Imported:
 
 
 def _from_variables(source: Source, notes: list[str]) -> dict[str, Any]:
-    """Our fields for the variables that a command is started with. Those of its own flags are read as flags."""
+    """Our fields for the environment of a command. Variables that stand for its flags are read as flags."""
     ours = {key: value for key, value in source.environ.items() if is_container_name(key)}
     key = ours.pop("VLLM_API_KEY", "")
     plain = merge_with_container({"allow_public": True}, None, ours)
@@ -98,7 +121,7 @@ def _from_variables(source: Source, notes: list[str]) -> dict[str, Any]:
 
 
 def _finish(values: dict[str, Any], notes: list[str], source: Source) -> None:
-    """What needs more than one flag to be known."""
+    """Sets what depends on several flags: model, paths, address."""
     finish_numbers(values, notes)
     if file := values.pop("hub file", ""):
         values["model"] = f"{values.get('model', '')}:{file}"
@@ -122,7 +145,7 @@ def _finish(values: dict[str, Any], notes: list[str], source: Source) -> None:
 
 
 def _publish(values: dict[str, Any], notes: list[str], ports: list[str]) -> None:
-    """Listen where the container was reached: on the host's side of the first published port."""
+    """Listens where the container was reached: at the host's side of the first published port."""
     for each in ports:
         *address, outside, inside = each.split("/")[0].split(":") if ":" in each else ("", "")
         if outside.isdecimal() and inside in (str(values.get("port", inside)),):
@@ -136,3 +159,271 @@ def _quoted(value: Any, is_path: bool = False) -> str:
     text = f"{value:g}" if isinstance(value, float) else str(value)
     is_filled = FILLED.fullmatch(text) or (is_path and "$" in text and FILLED_PATH.fullmatch(text))
     return f'"{text}"' if is_filled else shlex.quote(text)
+
+
+@dataclass(slots=True)
+class Source:
+    """A command of another server with its environment, mounts and ports."""
+
+    server: Server
+    words: list[str]
+    environ: dict[str, str] = field(default_factory=dict)
+    mounts: dict[str, str] = field(default_factory=dict)  # folder in the container -> folder on the host
+    ports: list[str] = field(default_factory=list)  # as Docker writes them: [address:]port of the host:port
+    notes: list[str] = field(default_factory=list)
+    is_chat: bool = False  # a chat in a terminal, not a server
+
+
+def find_source(text: str, service: str = "") -> Source:
+    """text: a command, or the name of a script, a compose file or vLLM's YAML. service: the one of a compose file."""
+    path = Path(text)
+    is_file = _is_file(path)
+    if not is_file and path.suffix in (".yml", ".yaml", ".sh") and not set(" \n") & set(text):
+        raise UserError(f"the file {path} does not exist")
+    if is_file:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if path.suffix in (".yml", ".yaml"):
+            return _from_yaml(text, str(path), service)
+    if service:
+        raise UserError(f"--service is {service}, and a command has no services: leave it out, or give a compose file")
+    return _from_shell(text)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # the text is too long for a file name
+        return False
+
+
+def _from_shell(text: str) -> Source:
+    """Finds the first command of a server and the variables set before it. A command ends at an operator, such as a
+    pipe, or at the end of its line."""
+    before: list[str] = []
+    for words, rest in commands(_slashes(text) if WINDOWS.search(text) else text):
+        notes = [f"left out, after the command: {rest}"] if rest else []
+        if "run" in words[:4] and any(Path(word).name in ("docker", "podman") for word in words[:3]):
+            source = _from_docker(words[words.index("run") + 1 :])
+            source.notes += notes
+            return source
+        if (found := _program(words)) is None:
+            before += words
+            continue
+        server, wrapper, after = found
+        environ, others = _variables(before + wrapper)
+        if others and server is VLLM:
+            notes.insert(0, f"left out, before the command: {' '.join(others)}")
+        is_chat = server is LLAMA_CPP and _program_name(words[len(wrapper)]) == LLAMA_CLI
+        return Source(server, after, environ, notes=notes, is_chat=is_chat)
+    raise UserError(
+        "no `vllm serve`, `llama-server` or `llama-cli` is in it; give such a command in quotes, a `docker run` of a "
+        "server's image, or a compose file"
+    )
+
+
+def _slashes(text: str) -> str:
+    """Rewrites a Windows command for a POSIX shell: / in paths, and continued lines joined."""
+    joined = re.sub(r"[\^`]\r?\n", " ", text)
+    return re.sub(r"\\(?![\r\n\"'])", "/", joined)
+
+
+def _program_name(word: str) -> str:
+    """Returns llama-server for ./build/bin/llama-server and C:/llama/llama-server.exe."""
+    return re.sub(r"\.exe$", "", Path(word).name, flags=re.I)
+
+
+def _program(words: list[str]) -> tuple[Server, list[str], list[str]] | None:
+    """Returns the server, the words before its command, and its flags."""
+    for i, word in enumerate(words):
+        if _program_name(word) in (LLAMA_SERVER, LLAMA_CLI):
+            return LLAMA_CPP, words[:i], words[i + 1 :]
+        if _program_name(word) == "vllm" and words[i + 1 : i + 2] == ["serve"]:
+            return VLLM, words[:i], with_config(words[i + 2 :])
+        if word == API_SERVER:
+            return VLLM, words[: max(i - 2, 0)], with_config(words[i + 1 :])
+    return None
+
+
+def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Splits the words before a command into variables (also by -e of a wrapper) and the rest."""
+    environ, rest = {}, []
+    for word in words:
+        if found := ASSIGNMENT.fullmatch(word):
+            environ[found[1]] = found[2]
+        elif word not in ("-e", "--env", "env", "export", "exec"):
+            rest.append(word)
+    return environ, rest
+
+
+def _from_docker(words: list[str]) -> Source:
+    environ: dict[str, str] = {}
+    mounts: dict[str, str] = {}
+    ports: list[str] = []
+    entrypoint: list[str] = []
+    notes: list[str] = []
+    while words and words[0].startswith("-"):
+        name, equals, value = words.pop(0).partition("=")
+        is_switch = name in DOCKER_SWITCHES or re.fullmatch(r"-[ditP]+", name)
+        value = value if equals or is_switch or not words else words.pop(0)
+        if name in ("-e", "--env"):
+            key, equals, text = value.partition("=")
+            environ[key] = text if equals else f"${key}"
+        elif name == "--env-file":
+            notes.append(_unread_file(name, value))
+        elif name in ("-v", "--volume"):
+            _mount(mounts, value)
+        elif name == "--mount":
+            given = dict(each.partition("=")[::2] for each in value.split(","))
+            target = given.get("target") or given.get("dst") or given.get("destination") or ""
+            _mount(mounts, f"{given.get('source') or given.get('src') or ''}:{target}")
+        elif name in ("-p", "--publish"):
+            ports.append(value)
+        elif name == "--entrypoint":
+            entrypoint = [value]
+    if not words:
+        raise UserError("the `docker run` names no image")
+    source = _in_container(words[0], entrypoint + words[1:], environ, mounts, ports)
+    source.notes += notes
+    return source
+
+
+def _unread_file(name: str, value: str) -> str:
+    return f"{name}: the variables of {value} are not read; set them where ours starts, or name them in the command"
+
+
+def _mount(mounts: dict[str, str], text: str) -> None:
+    host, _, rest = text.partition(":")
+    if rest:
+        mounts[rest.split(":")[0]] = host
+
+
+def _in_container(
+    image: str, words: list[str], environ: dict[str, str], mounts: dict[str, str], ports: list[str]
+) -> Source:
+    if len(words) > 2 and Path(words[0]).name in ("sh", "bash") and re.fullmatch("-[a-z]*c", words[1]):
+        inner = _from_shell(words[2])
+        return Source(inner.server, inner.words, environ | inner.environ, mounts, ports, inner.notes)
+    found = _program(words)
+    if found:
+        return Source(found[0], found[2], environ | _variables(found[1])[0], mounts, ports)
+    server = LLAMA_CPP if "llama" in image.lower() else VLLM
+    return Source(server, words, environ, mounts, ports, [f"the command is the default of the image {image}"])
+
+
+def _from_yaml(text: str, name: str, wanted: str) -> Source:
+    found = read_yaml(text, name)
+    services = found.get("services") if isinstance(found, Mapping) else None
+    if not services and not wanted and is_config(found):
+        return Source(VLLM, flags_of(found))
+    if not isinstance(services, Mapping) or not services:
+        raise UserError(f"{name} has no services; give a compose file, vLLM's own YAML file, or a command in quotes")
+    services = {str(key): service for key, service in services.items()}  # YAML makes a number of 1
+    if wanted and wanted not in services:
+        raise UserError(f"{name} has no service '{wanted}', only {', '.join(services)}")
+    serving = [key for key, service in services.items() if isinstance(service, Mapping) and _serves(service)]
+    if not wanted and len(serving) != 1:
+        what = f"several servers: {', '.join(serving)}" if serving else f"no server among {', '.join(services)}"
+        raise UserError(f"{name} has {what}; name one with --service")
+    chosen = wanted or serving[0]
+    _check_service(services[chosen], chosen, name)
+    return _of_service(services[chosen])
+
+
+def _check_service(service: Any, key: str, name: str) -> None:
+    """Raises UserError for what compose would refuse as well."""
+    kinds: dict[str, Any] = {"volumes": list, "ports": list, "environment": (list, Mapping), "command": (list, str)}
+    given = service if isinstance(service, Mapping) else {}
+    wrong = [part for part, kind in kinds.items() if given.get(part) is not None and not isinstance(given[part], kind)]
+    if wrong or not given:
+        what = f"{wrong[0]} of the service '{key}'" if wrong else f"the service '{key}'"
+        raise UserError(f"{name}: {what} is {given.get(wrong[0]) if wrong else service!r}, which compose cannot read")
+
+
+def _of_service(service: Mapping[str, Any]) -> Source:
+    mounts: dict[str, str] = {}
+    for volume in service.get("volumes") or []:
+        if isinstance(volume, Mapping):
+            mounts[str(volume.get("target"))] = str(volume.get("source"))
+        else:
+            _mount(mounts, filled(str(volume), {}))
+    ports = [
+        f"{port.get('published')}:{port.get('target')}" if isinstance(port, Mapping) else filled(str(port), {})
+        for port in service.get("ports") or []
+    ]
+    words = _words(service.get("entrypoint")) + _words(service.get("command"))
+    environ = _environment(service.get("environment"))
+    source = _in_container(str(service.get("image", "")), words, environ, mounts, ports)
+    files = service.get("env_file") or []
+    source.notes += [_unread_file("env_file", str(each)) for each in (files if isinstance(files, list) else [files])]
+    return source
+
+
+def _serves(service: Mapping[str, Any]) -> bool:
+    text = " ".join(
+        [str(service.get("image", "")), *_words(service.get("entrypoint")), *_words(service.get("command"))]
+    )
+    return any(name in text.lower() for name in ("vllm", "llama")) or "MODEL_PATH" in _environment(
+        service.get("environment")
+    )
+
+
+def _words(command: Any) -> list[str]:
+    """Splits a command of a compose file, which is a list of words or one text."""
+    if isinstance(command, list):
+        return [filled(str(word), {}) for word in command]
+    return split_words(filled(str(command), {}), "the command") if command else []
+
+
+def _environment(given: Any) -> dict[str, str]:
+    if isinstance(given, Mapping):
+        pairs = [(str(key), value) for key, value in given.items()]
+    else:
+        pairs = [
+            (key, value if equals else None)
+            for key, equals, value in (str(each).partition("=") for each in (given if isinstance(given, list) else []))
+        ]
+    return {key: f"${key}" if value is None else filled(str(value), {}) for key, value in pairs}
+
+
+def read_yaml(text: str, name: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
+        raise UserError(f"{name} is not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def is_config(found: Any) -> bool:
+    """Whether a YAML file is for vLLM's --config: some of its names are flags."""
+    return isinstance(found, Mapping) and any(VLLM.find(_flag(name)) for name in found)
+
+
+def _flag(name: Any) -> str:
+    return f"--{name}".replace("_", "-")
+
+
+def flags_of(found: Mapping[str, Any]) -> list[str]:
+    words = []
+    for flag, value in ((_flag(name), value) for name, value in found.items()):
+        if isinstance(value, bool):
+            words += [flag] if value else [f"--no-{flag[2:]}"] if not flag.startswith("--no-") else []
+        elif isinstance(value, list):  # one word each in vLLM
+            words.append(f"{flag}={','.join(map(str, value))}")
+        elif value is not None:
+            words.append(f"{flag}={json.dumps(value, default=str) if isinstance(value, Mapping) else value}")
+    return words
+
+
+def with_config(words: list[str]) -> list[str]:
+    """Puts the flags of the file that --config names before those of the command, which beat them. If the file is not
+    here, --config stays and is reported as not read."""
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == CONFIG:
+            path = Path(value if equals else "".join(words[i + 1 : i + 2]))
+            if not path.is_file():
+                return words
+            found = read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+            if not isinstance(found, Mapping):
+                raise UserError(f"{path} is not a file for vLLM's --config: it has no names with values")
+            return [*flags_of(found), *words[:i], *words[i + (1 if equals else 2) :]]
+    return words

@@ -1,4 +1,4 @@
-"""A shell's text, cut into commands and words: quotes, comments, operators, and variables that the text itself sets."""
+"""Splits shell text into commands and words, with quotes, comments, operators and variables that the text sets."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 # $NAME, ${NAME}, ${NAME:-default}, ${NAME:?message}
 REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-?])([^}]*))?\})")
 ESCAPED = re.compile(r'\\(["\\$`])')  # within quotes
-# Comments, what ends a command (with the number of a stream that is redirected), and pieces of words
+# Comments, operators that end a command (with the number of a redirected stream), and pieces of words
 QUOTED = r"""'[^']*'|"(?:[^"\\]|\\.)*\""""
 PIECE = rf"""{QUOTED}|\\.|`[^`]*`|\$\([^()]*\)|\$\{{[^}}]*\}}|\$\w+|[^\s'"`\\();<>|&]"""
 LEXEME = re.compile(rf"(?P<skip>[^\S\n]+|\#[^\n]*)|(?P<end>\d*[();<>|&]+|\n)|(?P<word>(?:{PIECE})+)", re.S)
-# A line that goes on; quotes and comments are matched to be left out: a comment ends with its line, whatever it ends in
+# A continued line. Quotes and comments match too, to be skipped: a backslash at the end of a comment continues nothing.
 GOES_ON = re.compile(rf"{QUOTED}|\\\r?\n|\\.|(?<![^\s;&|()])\#[^\n]*", re.S)
 SETTERS = ("export", "declare", "local", "readonly")
-OPENS, CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")  # what may not run, or more than once
+OPENS, CLOSES = (
+    ("if", "for", "while", "until", "case"),
+    ("fi", "done", "esac"),
+)  # their bodies may run never or more than once
 TESTS = ("[", "[[", "test")
-SHOWN = 80  # characters of what follows a command, in a note
+SHOWN = 80  # characters of the rest of a command in a note
 
 
 def commands(text: str) -> Iterator[tuple[list[str], str]]:
-    """The words of each command, without their quotes; and what stands behind it, for a note. A variable has the value
-    that an earlier line gave it, or the default that stands beside it; others stay as they are written, and so do those
-    that are set where it is not known whether that runs."""
+    """Yields the words of each command, unquoted, and the text after it, for a note. A variable gets the value from an
+    earlier line, or the default given with it. Others stay as written, also those set in code that may not run."""
     text = GOES_ON.sub(lambda found: found[0] if found[0][0] == "#" else _joined(found[0]), text)
     values: dict[str, str] = {}
     words: list[str] = []
@@ -58,8 +60,8 @@ def _joined(text: str) -> str:
 
 
 def _expanded(word: str, values: Mapping[str, str]) -> list[str]:
-    """One word, or several or none where a variable stands alone, without quotes. A shell cuts a variable's value by
-    its spaces alone: quotes in it are a part of it."""
+    """Expands a word: to several or none if it is an unquoted variable. A shell splits a variable's value at spaces
+    only; quotes in it are literal."""
     text = re.sub(PIECE, lambda piece: _unquoted(piece[0], values), word, flags=re.S)
     found = REFERENCE.fullmatch(word)
     if not found or text == word or REFERENCE.search(text):
@@ -69,7 +71,7 @@ def _expanded(word: str, values: Mapping[str, str]) -> list[str]:
 
 def _unquoted(piece: str, values: Mapping[str, str]) -> str:
     if piece[0] == '"':
-        parts = ESCAPED.split(piece[1:-1])  # every second one is an escaped character
+        parts = ESCAPED.split(piece[1:-1])  # every second part is an escaped character
         return "".join(part if i % 2 else filled(part, values) for i, part in enumerate(parts))
     if piece[0] == "$":
         return filled(piece, values)
@@ -77,7 +79,7 @@ def _unquoted(piece: str, values: Mapping[str, str]) -> str:
 
 
 def _assigned(words: list[str], whole: bool) -> dict[str, str | None]:
-    """The variables that a command sets; None: their values are not known. whole: if it does nothing else."""
+    """Returns the variables that a command sets, None if the value is unknown. whole: only if it does nothing else."""
     found = [ASSIGNMENT.fullmatch(word) for word in words if word not in SETTERS]
     if whole and not all(found):
         return {}
@@ -85,7 +87,7 @@ def _assigned(words: list[str], whole: bool) -> dict[str, str | None]:
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """References to variables: their value, else the default that they name, else a plain reference."""
+    """Replaces references to variables by their value or default; others become plain references."""
 
     def value(found: re.Match[str]) -> str:
         name, sign = found[1] or found[2], found[3] or ""
@@ -97,7 +99,7 @@ def filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def split_words(text: str, what: str) -> list[str]:
-    """Words that no shell sees, only a splitter of words. Raises UserError. what: where they stand."""
+    """Splits words that no shell expands. Raises UserError. what: where they come from."""
     try:
         return shlex.split(text.replace("\\\n", " "))
     except ValueError as error:

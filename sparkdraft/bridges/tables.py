@@ -1,4 +1,4 @@
-"""A table of another server's flags: what each one sets here, or why nothing does; and a command line read by it."""
+"""Tables of other servers' flags, which say what each flag sets here or why it sets nothing, and their reader."""
 
 from __future__ import annotations
 
@@ -7,57 +7,65 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 
-VALUE, SWITCH, LIST = "value", "switch", "list"  # what follows a flag: one value, nothing, or all up to the next flag
+VALUE, SWITCH, LIST = (
+    "value",
+    "switch",
+    "list",
+)  # what follows a flag: one value, nothing, or all words up to the next flag
+BASE = "sampling base"  # what --sampling-defaults begins with
+SAMPLING = "sampling "  # before the name of a value that --sampling-defaults takes
 ON, OFF = "true", "false"  # the value of a switch, and of its --no- form
 THOUSANDS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A flag that sets nothing here, or not all that it asks for, as it was given, and why; without a note, it asks for
-    what is always done."""
+    """A flag as given that sets nothing here, or less than it asks for. Without notes, it asks for what is always
+    done."""
 
-    name: str  # the long one, where the table has it
+    name: str  # the long name, if the table has one
     value: str
     words: tuple[str, ...]
     notes: tuple[str, ...]
-    near: tuple[str, ...] = ()  # our fields that come near to it: where one is set by what beats it, it is void
+    near: tuple[str, ...] = ()  # our fields closest to it; where another source sets one of them, the flag is void
 
 
 @dataclass(slots=True)
 class Found:
-    """What a flag means here: our fields, and sentences for what is different or missing."""
+    """What flags mean here: our fields, and notes on what differs or is missing."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # their notes are among those above
-    near: tuple[str, ...] = ()  # our fields that the flag is about, where they are not quite what it asks for
+    near: tuple[str, ...] = ()  # fields the flag is about but does not set exactly
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    names: tuple[str, ...]  # the first is the usual one; one with a star stands for many flags without a counterpart
-    ours: str = ""  # in the docs: our flag, or what replaces it; empty: there is no counterpart
-    remark: str = ""  # in the docs and in notes: what is different, or why nothing corresponds to it
+    names: tuple[str, ...]  # the usual one first; a name with * stands for many flags
+    ours: str = ""  # in the docs: our flag, or what replaces it; empty: no counterpart
+    remark: str = ""  # in the docs and in notes: what differs, or why there is no counterpart
     kind: str = VALUE
-    read: Callable[[str], Found] | None = None  # None: the remark is all there is to say
+    read: Callable[[str], Found] | None = None  # None: the remark becomes a note
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Another server: its name, its flags, and the prefix of variables that are its own."""
+    """Another server and its flags. prefix: of its own environment variables."""
 
     name: str
     flags: tuple[Flag, ...]
-    model: Callable[[str], Found]  # what the words mean that follow no flag
+    model: Callable[[str], Found]  # reads words that follow no flag
     prefix: str
-    variables: tuple[tuple[str, str], ...] = ()  # variables that stand for flags
-    host: str = ""  # the address that it listens on where no flag names one
-    shorthands: Mapping[str, str] = field(default_factory=dict)  # flags that stand for a key of a JSON flag
+    variables: tuple[tuple[str, str], ...] = ()  # environment variables that stand for flags
+    host: str = ""  # the address it listens on by default
+    shorthands: Mapping[str, str] = field(default_factory=dict)  # flags that stand for one key of a JSON flag
 
     def find(self, name: str) -> Flag | None:
         exact = (flag for flag in self.flags if name in flag.names)
@@ -65,34 +73,40 @@ class Server:
         return next(exact, None) or next(alike, None)
 
 
-def without(*rows: tuple[str, str, str]) -> tuple[Flag, ...]:
-    """Flags that nothing here corresponds to: their names, why, and what follows them."""
-    return tuple(Flag(tuple(names.split()), "", remark, kind) for names, remark, kind in rows)
+def without(path: Path) -> tuple[Flag, ...]:
+    """Flags without a counterpart here, from a JSON file: names by what follows them, and why there is none."""
+    groups = json.loads(path.read_text(encoding="utf-8"))
+    return tuple(
+        Flag(tuple(group[kind].split()), "", group["why"], kind)
+        for group in groups
+        for kind in (VALUE, SWITCH, LIST)
+        if kind in group
+    )
 
 
 def field_of(name: str, convert: Callable[[str], Any] = str) -> Callable[[str], Found]:
-    """A reader for a flag that sets one of our fields."""
+    """Reads a flag that sets one of our fields."""
     return lambda text: Found({name: convert(text)})
 
 
 def flag_of(name: str, negated: bool = False) -> Callable[[str], Found]:
-    """A reader for a switch that sets one of our fields."""
+    """Reads a switch that sets one of our fields."""
     return lambda text: Found({name: (text == ON) != negated})
 
 
 def always(text: str) -> Found:
-    """A reader for a flag that asks for what is always done."""
+    """Reads a flag that asks for what is always done."""
     return Found()
 
 
 def first_key(text: str) -> Found:
-    """A reader for keys that are separated by commas: one is used here."""
+    """Reads keys separated by commas, of which only the first is used here."""
     first, _, rest = text.partition(",")
     return Found({"api_key": first}, ["--api-key: one key is used, the first"] if rest else [])
 
 
 def whole(text: str) -> int:
-    """A whole number, also with a letter as vLLM allows: 64k is 64,000 and 64K is 65,536. Auto and -1 are our 0."""
+    """Reads a whole number, with a letter as in vLLM: 64k is 64,000 and 64K is 65,536. auto and -1 become 0."""
     if text.lower() == "auto" or text == "-1":
         return 0
     _check_known(text)
@@ -112,7 +126,7 @@ def number(text: str) -> float:
 
 def _check_known(text: str) -> None:
     if text.startswith("$"):
-        raise UserError(f"{text} is a variable, and nothing here gives it a value: put the number in its place")
+        raise UserError(f"{text} is a variable without a value here: put the number in its place")
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -126,23 +140,23 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def read_flags(server: Server, words: Sequence[str]) -> Found:
-    """Our fields for a command line of another server, without the program's name."""
+    """Reads a command line of another server. words: without the program's name."""
     result, words_without = Found(), list[str]()
     for name, value, given in _pieces(server, list(words)):
         flag = server.find(name)
         if not name and words_without:
             raise UserError(
-                f"'{value}' follows no flag, and {words_without[0]} is the model already: leave one out, or put what "
-                "belongs together into quotes"
+                f"'{value}' follows no flag, and {words_without[0]} is the model already: leave one out, or quote what "
+                "belongs together"
             )
         if not name:
             words_without.append(value)
             piece = server.model(value)
         elif flag is None:
-            piece = Found(notes=[f"{name}: not a flag of {server.name} that is known here{_shown(value)}"])
+            piece = Found(notes=[f"{name}: not a known flag of {server.name}{_shown(value)}"])
         else:
             piece = _meaning(flag, name, value)
-        again = {*piece.values, *piece.near}  # of two flags about the same, the last one holds
+        again = {*piece.values, *piece.near}  # of two flags about the same field, the last one counts
         result.unread = [each for each in result.unread if not again.intersection(each.near)]
         if name and (piece.near or not piece.values):
             result.unread.append(Unread(_long(flag, name), value, given, tuple(piece.notes), piece.near))
@@ -150,6 +164,23 @@ def read_flags(server: Server, words: Sequence[str]) -> Found:
         result.values |= piece.values
         result.notes += piece.notes
     return result
+
+
+def finish_numbers(values: dict[str, Any], notes: list[str]) -> None:
+    """Sets the fields that several flags make together."""
+    if blocks := values.pop("blocks", 0):
+        values["kv_tokens"] = blocks * values.get("block_size", EngineConfig.of().block_size)
+    if context := values.pop("context", 0):
+        slots = max(values.get("max_seqs", 0), 1)
+        each = values.get("max_model_len") or context // slots
+        values |= {"kv_tokens": context, "max_model_len": each}
+        if slots > 1:
+            notes.append(f"--ctx-size {context}: shared by {slots} slots there, so {each} tokens per request")
+    if base := values.pop(BASE, ""):
+        single = values.get("sampling_defaults")
+        values["sampling_defaults"] = f"{base},{single}" if single and base != "model" else single or base
+    if sampling := {name: values.pop(name) for name in list(values) if name.startswith(SAMPLING)}:
+        values["sampling_defaults"] = ",".join(f"{name[len(SAMPLING) :]}={value:g}" for name, value in sampling.items())
 
 
 def _meaning(flag: Flag, name: str, value: str) -> Found:
@@ -164,7 +195,7 @@ def _meaning(flag: Flag, name: str, value: str) -> Found:
 
 
 def _long(flag: Flag | None, name: str) -> str:
-    """The long name of a short one, which stands before it in the table."""
+    """The long name of a short one, which precedes it in the table."""
     if flag is None or name.startswith("--") or name not in flag.names:
         return name
     return next((each for each in reversed(flag.names[: flag.names.index(name)]) if each.startswith("--")), name)
@@ -175,8 +206,8 @@ def _shown(value: str) -> str:
 
 
 def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[str, ...]]]:
-    """Flags with their values and their words, in order; a word that belongs to no flag has the name "". The parts of a
-    JSON value that are given one by one (--flag.key value) are put together, and come last."""
+    """Yields flags with their values and words, in order. A word that belongs to no flag has the name "". Keys of a
+    JSON value that are given one by one (--flag.key value) are joined and come last."""
     parts: dict[str, dict[str, Any]] = {}
     while words:
         word = words.pop(0)
@@ -185,7 +216,7 @@ def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[
             continue
         name, equals, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
-        if server.find(name) is None or name in server.shorthands:  # a few flags have a dot in their names
+        if server.find(name) is None or name in server.shorthands:  # a few flags have a dot in their name
             name, _, key = server.shorthands.get(name, name).partition(".")
         else:
             key = ""
@@ -199,14 +230,15 @@ def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[
             yield name, value, (word,)
         else:
             after = list(words)
-            value = _value(flag, words)
+            value = _value(flag, name, words)
             yield name, value, (word, *after[: len(after) - len(words)])
     for name, value_of in parts.items():
         yield name, json.dumps(value_of), (name, json.dumps(value_of))
 
 
-def _value(flag: Flag | None, words: list[str]) -> str:
-    """Take what belongs to a flag from the words after it. A flag that is not known takes one word that is none."""
+def _value(flag: Flag | None, name: str, words: list[str]) -> str:
+    """Takes what belongs to a flag from the words after it. An unknown flag, or one that only a pattern of the table
+    matches, takes one word if it does not look like a flag."""
     if flag and flag.kind == SWITCH:
         return ON
     if flag and flag.kind == LIST:
@@ -214,12 +246,11 @@ def _value(flag: Flag | None, words: list[str]) -> str:
         while words and not _is_flag(words[0]):
             taken.append(words.pop(0))
         return ",".join(taken)
-    follows = words[0] if words else "nothing"
-    if words and not _is_flag(follows):
+    if words and not _is_flag(words[0]):
         return words.pop(0)
-    if flag is None or "*" in flag.names[0]:
+    if flag is None or name not in flag.names:
         return ON
-    raise UserError(f"{flag.names[0]} needs a value, and {follows} follows it")
+    raise UserError(f"{name} needs a value, and {words[0] if words else 'nothing'} follows it")
 
 
 def _is_flag(word: str) -> bool:
@@ -230,7 +261,7 @@ def _put(target: dict[str, Any], word: str, keys: list[str], value: str) -> None
     for key in keys[:-1]:
         target = target.setdefault(key, {})
         if not isinstance(target, dict):
-            raise UserError(f"{word}: '{key}' has a value already, {target!r}, and can have no parts")
+            raise UserError(f"{word}: '{key}' already has the value {target!r} and cannot have keys")
     try:
         target[keys[-1]] = json.loads(value)
     except ValueError:

@@ -11,13 +11,13 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from sparkdraft.bridges.cluster.command import PIPELINE, TENSOR
+from sparkdraft.bridges.cluster.ranks import PIPELINE, TENSOR
 from sparkdraft.cli.export import add_serve_flags, add_vllm_flags
 from sparkdraft.core import UserError
 
 if TYPE_CHECKING:
-    from sparkdraft.bridges.cluster.hosts_file import Cluster
-    from sparkdraft.bridges.cluster.runs import State
+    from sparkdraft.bridges.cluster.hosts import Cluster
+    from sparkdraft.bridges.cluster.supervisor import State
 
 HELP = "serve one model on two or four machines, with vLLM over ssh"
 EXAMPLES = """examples:
@@ -99,14 +99,14 @@ def run(args: Namespace) -> int:
         return cluster_plan.run(args)
     if args.what == "up":
         return cluster_up.run(args)
-    from sparkdraft.bridges.cluster.hosts_file import read_cluster
+    from sparkdraft.bridges.cluster.hosts import read_cluster
 
     cluster = read_cluster(args.file)
     return _down(cluster) if args.what == "down" else _status(cluster, args.json)
 
 
 def _status(cluster: Cluster, as_json: bool) -> int:
-    from sparkdraft.bridges.cluster.runs import DOWN, READY, State, read_state, run_folder
+    from sparkdraft.bridges.cluster.supervisor import DOWN, READY, State, read_state, run_folder
 
     state = read_state(cluster.name) or State(cluster.name, DOWN)
     serves = state.phase == READY and state.is_supervised
@@ -121,7 +121,7 @@ def _status(cluster: Cluster, as_json: bool) -> int:
 
 
 def _status_lines(cluster: Cluster, state: State) -> list[str]:
-    from sparkdraft.bridges.cluster.runs import DOWN, FAILED, run_folder
+    from sparkdraft.bridges.cluster.supervisor import DOWN, FAILED, run_folder
 
     name, folder = cluster.name, run_folder(cluster.name)
     if state.phase == DOWN:
@@ -145,7 +145,7 @@ def _status_lines(cluster: Cluster, state: State) -> list[str]:
 
 
 def _down(cluster: Cluster) -> int:
-    from sparkdraft.bridges.cluster.ending import end_run
+    from sparkdraft.bridges.cluster.supervisor import end_run
 
     lost = end_run(cluster, lambda line: print(line, file=sys.stderr, flush=True))
     if lost:

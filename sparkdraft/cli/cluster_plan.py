@@ -13,7 +13,7 @@ from sparkdraft.core import UserError
 
 if TYPE_CHECKING:
     from sparkdraft.bridges.cluster.expect import Case, Latency
-    from sparkdraft.bridges.cluster.hosts_file import Cluster
+    from sparkdraft.bridges.cluster.hosts import Cluster
     from sparkdraft.operate.forecast.forecast import Question
 
 USUAL = "2,4"  # machines
@@ -21,7 +21,7 @@ USUAL = "2,4"  # machines
 
 def run(args: Namespace) -> int:
     from sparkdraft.bridges.cluster.expect import cases, explain
-    from sparkdraft.bridges.cluster.hosts_file import read_cluster
+    from sparkdraft.bridges.cluster.hosts import read_cluster
 
     cluster = read_cluster(args.file) if args.file else None
     counts = _counts(args.machines or (str(len(cluster.hosts)) if cluster else USUAL))
@@ -69,10 +69,9 @@ def _latency(args: Namespace, cluster: Cluster | None, hidden: int) -> Latency:
 
 
 def _measured(cluster: Cluster, row: int) -> Latency:
-    from sparkdraft.bridges.cluster.checks import judge
-    from sparkdraft.bridges.cluster.measure import measure
-    from sparkdraft.bridges.cluster.runs import Run, run_folder
-    from sparkdraft.bridges.cluster.survey import survey
+    from sparkdraft.bridges.cluster.checks import judge, survey
+    from sparkdraft.bridges.cluster.expect import measure
+    from sparkdraft.bridges.cluster.supervisor import Run, run_folder
 
     seen = survey(cluster, [cluster.port])
     findings = judge(seen)

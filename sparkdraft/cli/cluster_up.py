@@ -17,9 +17,9 @@ from sparkdraft.cli.export import read_choices, read_config
 from sparkdraft.core import UserError
 
 if TYPE_CHECKING:
-    from sparkdraft.bridges.cluster.hosts_file import Cluster
+    from sparkdraft.bridges.cluster.checks import Seen
+    from sparkdraft.bridges.cluster.hosts import Cluster
     from sparkdraft.bridges.cluster.ranks import Job
-    from sparkdraft.bridges.cluster.survey import Seen
     from sparkdraft.bridges.vllm.command import VllmCommand
     from sparkdraft.server.config import ServerConfig
 
@@ -29,12 +29,9 @@ EVERYWHERE = ("", "0.0.0.0", "::")  # addresses to listen on
 
 
 def run(args: Namespace) -> int:
-    from sparkdraft.bridges.cluster.checks import judge
-    from sparkdraft.bridges.cluster.ending import sweep_all
-    from sparkdraft.bridges.cluster.hosts_file import LOCAL, read_cluster
-    from sparkdraft.bridges.cluster.runs import FAILED, Run
-    from sparkdraft.bridges.cluster.supervisor import Supervisor
-    from sparkdraft.bridges.cluster.survey import hosts_of, survey
+    from sparkdraft.bridges.cluster.checks import hosts_of, judge, survey
+    from sparkdraft.bridges.cluster.hosts import LOCAL, read_cluster
+    from sparkdraft.bridges.cluster.supervisor import FAILED, Run, Supervisor, sweep_all
 
     cluster, config = read_cluster(args.file), read_config(args)
     choices = read_choices(args)
@@ -80,7 +77,7 @@ def run(args: Namespace) -> int:
 
 def shown_url(cluster: Cluster, config: ServerConfig) -> str:
     """Where the server is asked from here: it listens on the first machine."""
-    from sparkdraft.bridges.cluster.hosts_file import LOCAL
+    from sparkdraft.bridges.cluster.hosts import LOCAL
     from sparkdraft.bridges.vllm.child import url_of
 
     head = cluster.hosts[0].address
@@ -117,8 +114,7 @@ def _command(args: Namespace, config: ServerConfig, seen: list[Seen]) -> VllmCom
 
 def jobs_of(cluster: Cluster, seen: list[Seen], command: VllmCommand, config: ServerConfig, parallel: str) -> list[Job]:
     """What each rank runs. The key and the watch are the head's alone."""
-    from sparkdraft.bridges.cluster.command import rank_environment, rank_words
-    from sparkdraft.bridges.cluster.ranks import Job
+    from sparkdraft.bridges.cluster.ranks import Job, rank_environment, rank_words
     from sparkdraft.bridges.vllm.child import url_of
 
     watch: dict[str, Any] = {"url": url_of(config.host, config.port), "model": config.names[0], "key": config.api_key}
@@ -136,8 +132,7 @@ def jobs_of(cluster: Cluster, seen: list[Seen], command: VllmCommand, config: Se
 
 def _measure(args: Namespace, cluster: Cluster, seen: list[Seen], config: ServerConfig, folder: Path) -> None:
     """Time an all-reduce, and say what to expect of it."""
-    from sparkdraft.bridges.cluster.expect import ITEMSIZE, cases, explain
-    from sparkdraft.bridges.cluster.measure import measure
+    from sparkdraft.bridges.cluster.expect import ITEMSIZE, cases, explain, measure
     from sparkdraft.cli.cluster_plan import question_of
 
     question, why = None, ""
@@ -160,7 +155,7 @@ def _measure(args: Namespace, cluster: Cluster, seen: list[Seen], config: Server
 
 def _detached(cluster: Cluster) -> int:
     """Start this command again in the background; returns when it is ready, or has failed."""
-    from sparkdraft.bridges.cluster.runs import READY, Run, read_state, run_folder
+    from sparkdraft.bridges.cluster.supervisor import READY, Run, read_state, run_folder
 
     Run.check_free(cluster.name)
     folder = run_folder(cluster.name)

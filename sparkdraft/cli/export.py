@@ -136,8 +136,7 @@ def _safetensors(args: Namespace) -> int:
 
 
 def _vllm(args: Namespace) -> int:
-    from sparkdraft.bridges.vllm.command import vllm_command
-    from sparkdraft.bridges.vllm.written import write
+    from sparkdraft.bridges.vllm.command import vllm_command, write
 
     command = vllm_command(read_config(args), read_choices(args, args.vllm_version))
     for text in [*container_notes(os.environ, to_vllm=True), *command.notes]:

@@ -75,10 +75,8 @@ def run(args: Namespace) -> int:
 def _serve_vllm(config: ServerConfig, args: Namespace) -> int:
     """Run `vllm serve` with the same configuration, as a child behind our own front, until it or a signal ends it."""
     from sparkdraft.bridges.vllm.child import find_program, free_port, url_of, version_of
-    from sparkdraft.bridges.vllm.command import vllm_command
-    from sparkdraft.bridges.vllm.front import create_front
-    from sparkdraft.bridges.vllm.supervise import FrontServer, Supervised
-    from sparkdraft.bridges.vllm.written import shell
+    from sparkdraft.bridges.vllm.command import shell, vllm_command
+    from sparkdraft.bridges.vllm.serve import FrontServer, Supervised, create_front
     from sparkdraft.server.metrics import Metrics
     from sparkdraft.server.run import address_of, listen
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.bridges.importing import read
-from sparkdraft.bridges.llama_cpp.flags import LLAMA_CPP
+from sparkdraft.bridges.llama_cpp import LLAMA_CPP
 from sparkdraft.bridges.tables import LIST, SWITCH, VALUE, Flag, Server, read_flags
 from sparkdraft.bridges.vllm.flags import VLLM
 from sparkdraft.cli.main import parser

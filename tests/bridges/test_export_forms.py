@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from sparkdraft.bridges.importing import read
-from sparkdraft.bridges.vllm.command import Choices
-from sparkdraft.bridges.vllm.written import as_yaml, shell, systemd
+from sparkdraft.bridges.vllm.command import Choices, as_yaml, shell, systemd
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
 from tests.bridges.test_export_vllm import GEMMA, QWEN, REDHAT, exported

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sparkdraft.bridges.importing import read
-from sparkdraft.bridges.llama_cpp.flags import LLAMA_CPP
+from sparkdraft.bridges.llama_cpp import LLAMA_CPP
 from sparkdraft.bridges.tables import read_flags
 from sparkdraft.bridges.vllm.flags import VLLM
 from sparkdraft.cli.main import main, parser

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from sparkdraft.bridges.vllm.child import free_port, url_of
-from sparkdraft.bridges.vllm.supervise import Supervised
+from sparkdraft.bridges.vllm.serve import Supervised
 from tests.bridges.fake_vllm import write_fake
 from tests.patience import PATIENT, wait_for
 
@@ -54,7 +54,7 @@ def started(folder: Path, *command: str, **environ: str) -> Iterator[tuple[subpr
 CODE = """import asyncio, os, sys
 from sparkdraft.bridges import supervise
 from sparkdraft.bridges.vllm.child import free_port
-from sparkdraft.bridges.vllm.front import create_front
+from sparkdraft.bridges.vllm.serve import create_front
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.run import listen

@@ -1,6 +1,6 @@
 """Several machines as one server: vLLM's multiprocess executor over ssh, checked first and supervised while it runs.
 
-`hosts_file.py` reads which machines there are, `host.py` runs commands on them, `node/` is what runs there. `checks.py`
-judges what `node/look.py` found, `measure.py` times an all-reduce, `expect.py` says what that means for a model,
-`ranks.py` starts one process per machine and `supervisor.py` keeps them up. No torch here.
+`hosts.py` reads the hosts file and runs commands on its machines, and `node/` is the code that runs there. `checks.py`
+judges the facts that `node/look.py` finds, `expect.py` measures an all-reduce and predicts speeds from it, `ranks.py`
+starts one process per machine, and `supervisor.py` keeps them up. Nothing here imports torch.
 """

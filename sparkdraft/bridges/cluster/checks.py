@@ -1,22 +1,91 @@
-"""Judges what was found on the machines: each check returns findings with the sentence that a person needs.
+"""Looks at all machines at once and judges what was found, as findings with a sentence that says what to do.
 
-BROKEN: the ranks cannot run together. CHANGE: they can, slower or less safely than they could.
+BROKEN: the ranks cannot run together. CHANGE: they can, but slower or less safely than possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address
 from pathlib import PurePosixPath
+from typing import Any
 
-from sparkdraft.bridges.cluster.nccl import judge_variables
-from sparkdraft.bridges.cluster.network import judge_errors, judge_interfaces, judge_rdma
-from sparkdraft.bridges.cluster.survey import Seen
+from sparkdraft.bridges.cluster.hosts import LOCAL, Cluster, Host
+from sparkdraft.bridges.cluster.ranks import rank_environment
+from sparkdraft.core import UserError
 from sparkdraft.operate.doctor.finding import Finding, Status
+from sparkdraft.util.names import alike
+
+LOOK_SECONDS = 160.0
+GAP = 2.0  # seconds between two readings of a cable's error counters
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The facts found on a machine, or why there are none."""
+
+    host: Host
+    facts: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""  # a sentence
+    skew: float = 0.0  # seconds that its clock is ahead of this machine's
+    skew_error: float = 0.0  # uncertainty of the skew
+
+
+def hosts_of(cluster: Cluster) -> list[Host]:
+    labels = cluster.labels()
+    return [Host(spec, labels[i], i, cluster.name) for i, spec in enumerate(cluster.hosts)]
+
+
+def survey(cluster: Cluster, ports: Sequence[int] = (), paths: Sequence[str] = (), gap: float = GAP) -> list[Seen]:
+    """ports: must be free on the first machine. paths: must exist on each machine."""
+
+    def one(host: Host) -> Seen:
+        spec = {
+            "vllm": host.spec.vllm,
+            "ip": host.spec.ip,
+            "interfaces": host.spec.interfaces,
+            "rdma": host.spec.rdma,
+            "run": host.run_folder,
+            "head": [cluster.hosts[0].ip, cluster.port] if host.rank else None,
+            "ports": [] if host.rank else ports,
+            "paths": paths,
+            "gap": gap,
+        }
+        try:
+            return look_at(host, spec)
+        except UserError as error:
+            return Seen(host, problem=str(error))
+
+    hosts = hosts_of(cluster)
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(one, hosts))
+
+
+def look_at(host: Host, spec: dict[str, Any]) -> Seen:
+    host.install()
+    begin = time.time()
+    done = host.run(host.node_script("look"), LOOK_SECONDS, json.dumps(spec).encode())
+    end = time.time()
+    try:
+        facts = json.loads(done.out)
+    except ValueError:
+        raise UserError(
+            f"{host.label}: `{host.spec.python}` cannot look at the machine ({done.last_line}): name a Python 3.10 or "
+            "later as `python` in the hosts file"
+        ) from None
+    latest = end - facts["seconds"]  # it began between `begin` and this
+    return Seen(host, facts, "", facts["time"] - (begin + latest) / 2, abs(latest - begin) / 2)
+
 
 MOST_SKEW = 1.0  # seconds
 LEAST_DISK = 1 << 30
 GIB = 1 << 30
-SAME = {  # packages that must agree, and how bad it is if they do not
+SAME_PACKAGES = {  # packages whose versions must agree, and how bad it is if they do not
     "vllm": ("vLLM", Status.BROKEN, "ranks of two versions do not understand each other"),
     "torch": ("torch", Status.BROKEN, "ranks of two versions do not understand each other"),
     "nvidia-nccl-cu13": ("NCCL", Status.CHANGE, "ranks of two versions may hang"),
@@ -26,7 +95,7 @@ SAME = {  # packages that must agree, and how bad it is if they do not
 
 
 def judge(seen: Sequence[Seen], memory_fraction: float = 0.0) -> list[Finding]:
-    """All findings, machine by machine. memory_fraction: of the configuration; 0: not known."""
+    """Returns all findings, machine by machine. memory_fraction: the configured one; 0: unknown."""
     found: list[Finding] = []
     head = next((each for each in seen if each.facts), None)
     for each in seen:
@@ -42,15 +111,15 @@ def judge(seen: Sequence[Seen], memory_fraction: float = 0.0) -> list[Finding]:
 
 
 def judge_versions(seen: Seen, head: Seen) -> Iterator[Finding]:
-    """vLLM and what it runs on must be the same everywhere."""
+    """vLLM and its libraries must be the same everywhere."""
     own, first = seen.facts["vllm"], head.facts["vllm"]
     if problem := own.get("problem"):
         advice = "install vLLM there, or name its path as `vllm` in the hosts file"
         yield _finding(seen, "vLLM", problem, Status.BROKEN, advice)
         return
-    shown = ", ".join(f"{name} {own[name]}" for name in SAME if name in own)
+    shown = ", ".join(f"{name} {own[name]}" for name in SAME_PACKAGES if name in own)
     yield _finding(seen, "versions", shown)
-    for name, (title, status, why) in SAME.items():
+    for name, (title, status, why) in SAME_PACKAGES.items():
         a, b = own.get(name), first.get(name)
         if a != b and "problem" not in first:
             value = f"{title} is {a or 'not installed'} on {seen.host.label} and {b or 'not installed'} on "
@@ -74,7 +143,7 @@ def judge_gpus(seen: Seen, head: Seen) -> Iterator[Finding]:
 
 
 def judge_clock(seen: Seen, head: Seen) -> Iterator[Finding]:
-    """Against this machine's; as far as it can be known over ssh."""
+    """Compares a clock with this machine's, as precisely as ssh allows."""
     sure = abs(seen.skew) - seen.skew_error
     if sure > MOST_SKEW:
         value = f"{abs(seen.skew):.1f} s {'ahead of' if seen.skew > 0 else 'behind'} this machine's"
@@ -109,13 +178,13 @@ def judge_reach(seen: Seen, head: Seen) -> Iterator[Finding]:
 
 def judge_files(seen: Seen, head: Seen) -> Iterator[Finding]:
     for path in seen.facts["missing"]:
-        plain = PurePosixPath(path)  # with a slash at its end rsync would copy what is in the folder, not the folder
+        plain = PurePosixPath(path)  # rsync copies only the contents of a folder with a slash at its end
         advice = f"copy it: rsync -a {plain} {seen.host.spec.address}:{plain.parent}/"
         yield _finding(seen, "files", f"{path} is not there, and every rank reads it", Status.BROKEN, advice)
 
 
 def judge_memory(seen: Seen, fraction: float) -> Iterator[Finding]:
-    """A GPU that shares the system's memory takes its part from it."""
+    """On a GB10 the GPU takes its share from the system's memory."""
     total, free = (seen.facts["memory"][name] for name in ("total", "available"))
     shares = any("GB10" in each["name"] for each in seen.facts["gpus"])
     if shares and fraction * total > free:
@@ -135,3 +204,199 @@ EACH: tuple[Check, ...] = (
 
 def _finding(seen: Seen, name: str, value: str, status: Status = Status.FINE, advice: str = "") -> Finding:
     return Finding(seen.host.label, name, value, status, advice)
+
+
+JUMBO = 9000
+LEAST_SPEED = 100_000  # Mbit/s of each of a port's twins
+ROCE_V2 = "RoCE v2"
+
+
+def judge_interfaces(seen: Seen) -> Iterator[Finding]:
+    spec, label, known = seen.host.spec, seen.host.label, seen.facts["interfaces"]
+    if not seen.facts["has_ip"]:
+        there = _listed(f"{name} has {each['address']}" for name, each in known.items() if each.get("address"))
+        value = f"{label} does not have {spec.ip}" + (f"; {there}" if known else "")
+        yield Finding(label, "address", value, Status.BROKEN, "correct `ip` in the hosts file, or its netplan")
+    if not spec.interfaces:
+        if spec.address != LOCAL:
+            advice = "name them as `interfaces` in the hosts file: gloo and NCCL may choose the slow network"
+            yield Finding(label, "interfaces", "none are named", Status.CHANGE, advice)
+        return
+    for name in spec.interfaces:
+        yield from _interface(seen, name, known[name])
+
+
+def _interface(seen: Seen, name: str, facts: dict[str, int]) -> Iterator[Finding]:
+    label, title = seen.host.label, f"interface {name}"
+    if not facts:
+        there = f"it has {_listed(seen.facts['all_interfaces'])}"
+        value = f"{label} has no interface {name}; {there}"
+        yield Finding(label, title, value, Status.BROKEN, "correct `interfaces` of this host in the hosts file")
+    elif not facts["up"]:
+        value, advice = "it is down", f"plug the cable in, then: sudo ip link set {name} up"
+        yield Finding(label, title, value, Status.BROKEN, advice)
+    elif facts["mtu"] < JUMBO:
+        advice = f"sudo ip link set {name} mtu {JUMBO}, on every machine: frames of 1500 bytes halve the rate"
+        yield Finding(label, title, f"frames of {facts['mtu']} bytes", Status.CHANGE, advice)
+    elif 0 < facts["speed"] < LEAST_SPEED:
+        value = f"{facts['speed'] / 1000:g} Gbit/s, and a Spark's port has {LEAST_SPEED / 1000:g} by each of its twins"
+        yield Finding(label, title, value, Status.CHANGE, "check that this is the QSFP port, and its cable")
+    else:
+        speed = f"{facts['speed'] / 1000:g} Gbit/s, " if facts["speed"] else ""
+        yield Finding(label, title, f"{speed}frames of {facts['mtu']} bytes")
+
+
+def judge_rdma(seen: Seen) -> Iterator[Finding]:
+    spec, label, known = seen.host.spec, seen.host.label, seen.facts["rdma"]
+    active = [name for name, each in known.items() if each["state"] == "ACTIVE"]
+    if not spec.rdma:
+        if active:
+            value = f"none is named, and {_listed(active)} is active: ranks use TCP, ten times as slow"
+            yield Finding(label, "RoCE", value, Status.CHANGE, "name the devices as `rdma` in the hosts file")
+        return
+    for name in spec.rdma:
+        if name not in known:
+            value = f"{label} has no RoCE device {name}; it has {_listed(known)}"
+            yield Finding(label, "RoCE", value, Status.BROKEN, "correct `rdma` of this host (`ibv_devices` lists them)")
+        elif known[name]["state"] != "ACTIVE":
+            value = f"{name} is {known[name]['state'] or 'not told'}"
+            yield Finding(label, "RoCE", value, Status.BROKEN, "plug the cable in; both ends must be up")
+        else:
+            yield Finding(label, "RoCE", f"{name} is active, {known[name]['rate']}")
+            yield from _gid(seen, name, known[name]["gids"])
+    for name in spec.rdma:
+        twin = _twin(name)
+        if twin in active and twin not in spec.rdma:
+            value = f"{name} is named and its twin {twin} is not: a port is two devices of half its rate each"
+            yield Finding(label, "RoCE", value, Status.CHANGE, f"add {twin} to `rdma` of this host")
+
+
+def _gid(seen: Seen, name: str, gids: dict[str, list[str]]) -> Iterator[Finding]:
+    """NCCL must use a RoCE v2 entry with an IPv4 address; a wrong one fails only after a minute."""
+    index, label = seen.host.spec.gid_index, seen.host.label
+    fit = [int(i) for i, (gid, kind) in gids.items() if kind == ROCE_V2 and _ipv4(gid)]
+    if index is not None and index not in fit:
+        value = f"GID {index} of {name} is {_listed(gids.get(str(index), ['empty']))}, and not RoCE v2 with an IPv4"
+        advice = f"set gid_index = {fit[0]} for this host" if fit else f"give the interface of {name} an IPv4 address"
+        yield Finding(label, "GID", value, Status.BROKEN, advice)
+    elif not fit:
+        value = f"{name} has no RoCE v2 entry with an IPv4 address"
+        yield Finding(label, "GID", value, Status.BROKEN, f"give the interface of {name} an IPv4 address")
+
+
+def judge_errors(seen: Seen) -> Iterator[Finding]:
+    """Errors that grow while nothing runs come from the cable."""
+    before, after = seen.facts["errors"]
+    label, seconds = seen.host.label, seen.facts["seconds"]
+    grown = {name: (before.get(name, 0), value) for name, value in after.items() if value > before.get(name, 0)}
+    if grown:
+        shown = "; ".join(f"{name} {a} -> {b}" for name, (a, b) in grown.items())
+        advice = "swap the cable (DAC), or seat it again: ranks wait for repeated packets, and time out"
+        yield Finding(label, "cable", f"errors grow: {shown} in {seconds:.0f} s", Status.BROKEN, advice)
+    elif after:
+        shown = "; ".join(f"{name} {value}" for name, value in sorted(after.items(), key=lambda each: -each[1])[:3])
+        yield Finding(label, "cable", f"errors since its start, none in {seconds:.0f} s: {shown}", Status.NOTE)
+    elif before is not None and (seen.host.spec.interfaces or seen.host.spec.rdma):
+        yield Finding(label, "cable", f"no errors since its start, nor in {seconds:.0f} s")
+
+
+def _ipv4(gid: str) -> str:
+    """The IPv4 address of a GID such as 0000:...:ffff:c0a8:b10b; "" if it has none."""
+    parts = gid.split(":")
+    if len(parts) != 8 or parts[5] != "ffff" or any(set(each) != {"0"} for each in parts[:5]):
+        return ""
+    return str(IPv4Address(int(parts[6] + parts[7], 16)))
+
+
+def _twin(name: str) -> str:
+    """The other half of a Spark's port: rocep1s0f1 and roceP2p1s0f1."""
+    if found := re.fullmatch(r"rocep1s0(f\d)", name):
+        return f"roceP2p1s0{found[1]}"
+    found = re.fullmatch(r"roceP2p1s0(f\d)", name)
+    return f"rocep1s0{found[1]}" if found else ""
+
+
+def _listed(names: object) -> str:
+    assert hasattr(names, "__iter__")
+    return ", ".join(sorted(str(each) for each in names if each)) or "none"
+
+
+# Variables that people set on a Spark. A similar name that is not among them is a typo.
+NAMES = """
+    NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_IB_MERGE_NICS NCCL_IB_TIMEOUT NCCL_IB_RETRY_CNT NCCL_IB_TC
+    NCCL_IB_SL NCCL_IB_QPS_PER_CONNECTION NCCL_IB_ADDR_FAMILY NCCL_IB_ADDR_RANGE NCCL_IB_ROCE_VERSION_NUM
+    NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_CUDA_SUPPORT NCCL_SOCKET_IFNAME NCCL_SOCKET_FAMILY NCCL_SOCKET_NTHREADS
+    NCCL_NSOCKS_PERTHREAD NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DEBUG_FILE NCCL_ALGO NCCL_PROTO NCCL_NET NCCL_NET_PLUGIN
+    NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_SHM_DISABLE NCCL_BUFFSIZE
+    NCCL_NTHREADS NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MAX_CTAS NCCL_CROSS_NIC
+    NCCL_COLLNET_ENABLE NCCL_NVLS_ENABLE NCCL_CUMEM_ENABLE NCCL_DMABUF_ENABLE NCCL_LAUNCH_MODE NCCL_COMM_BLOCKING
+    NCCL_CONF_FILE NCCL_COMM_ID NCCL_HOSTID NCCL_IGNORE_CPU_AFFINITY NCCL_TOPO_FILE NCCL_GRAPH_FILE
+    NCCL_TUNER_PLUGIN NCCL_VERSION NCCL_RAS_ENABLE NCCL_BLOCKING_WAIT GLOO_SOCKET_IFNAME GLOO_SOCKET_FAMILY
+    VLLM_HOST_IP
+"""
+KNOWN = NAMES.split()
+SAME_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_IB_MERGE_NICS", "NCCL_BUFFSIZE")
+PREFIXES = ("NCCL_", "GLOO_")
+
+
+def environment_of(seen: Seen) -> dict[str, str]:
+    """The variables of a rank on this machine."""
+    return {**seen.facts["environ"], **rank_environment(seen.host.spec, 0)}
+
+
+def judge_variables(seen: Seen, others: Sequence[Seen]) -> Iterator[Finding]:
+    own, label = environment_of(seen), seen.host.label
+    yield from _misspelt(label, own)
+    names = seen.facts["all_interfaces"]
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if missing := _unmatched(own.get(variable, ""), names, exact=variable.startswith("GLOO")):
+            value = f"it is {own[variable]}, and {label} has no interface {missing}, only {', '.join(names)}"
+            if missing not in seen.host.spec.interfaces:  # judge_interfaces reports those
+                yield Finding(label, variable, value, Status.BROKEN, f"correct {variable}, or leave it to `interfaces`")
+    if own.get("NCCL_IB_DISABLE", "0") in ("", "0"):
+        devices = seen.facts["rdma"]
+        if missing := _unmatched(own.get("NCCL_IB_HCA", ""), devices):
+            there = ", ".join(devices) or "none"
+            value = f"it is {own['NCCL_IB_HCA']}, and {label} has no RoCE device {missing}, only {there}"
+            if missing not in seen.host.spec.rdma:  # judge_rdma reports those
+                yield Finding(label, "NCCL_IB_HCA", value, Status.BROKEN, "correct it, or leave it to `rdma`")
+    elif seen.host.spec.rdma:
+        value = f"it is {own['NCCL_IB_DISABLE']}, so ranks use TCP though RoCE is named: ten times as slow"
+        yield Finding(label, "NCCL_IB_DISABLE", value, Status.CHANGE, "remove it from the hosts file")
+    if own["VLLM_HOST_IP"] != seen.host.spec.ip:
+        value = f"it is {own['VLLM_HOST_IP']}, and this host's ip is {seen.host.spec.ip}"
+        yield Finding(label, "VLLM_HOST_IP", value, Status.BROKEN, "remove it: every machine has its own")
+    yield from _different(seen, own, others)
+
+
+def _misspelt(label: str, own: dict[str, str]) -> Iterator[Finding]:
+    for name in own:
+        if name.startswith(PREFIXES) and name not in KNOWN:
+            near = alike(name, KNOWN, near=0.9)
+            if near:
+                value = f"{name}={own[name]} is read by nobody: did you mean {near}?"
+                yield Finding(label, name, value, Status.CHANGE, f"rename it to {near}, or remove it")
+
+
+def _different(seen: Seen, own: dict[str, str], others: Sequence[Seen]) -> Iterator[Finding]:
+    head = next(each for each in others if each.facts)
+    first = environment_of(head)
+    for name in SAME_VARIABLES:
+        if own.get(name) != first.get(name):
+            a, b = own.get(name, "not set"), first.get(name, "not set")
+            value = f"it is {a} on {seen.host.label} and {b} on {head.host.label}: ranks that differ in it wait forever"
+            advice = "set it once, under [environment] at the top of the hosts file"
+            yield Finding(seen.host.label, name, value, Status.BROKEN, advice)
+
+
+def _unmatched(value: str, names: Iterable[str], exact: bool = False) -> str:
+    """Returns the first name in a variable that matches no device. NCCL's names are prefixes unless "=" leads them; "^"
+    excludes names; a port may follow a colon."""
+    if not value or value.startswith("^"):
+        return ""
+    exact = exact or value.startswith("=")
+    for each in value.removeprefix("=").split(","):
+        wanted = each.strip().partition(":")[0]
+        if not any(name == wanted or (not exact and name.startswith(wanted)) for name in names):
+            return wanted
+    return ""

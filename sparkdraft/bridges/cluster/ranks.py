@@ -1,4 +1,4 @@
-"""One process per machine, started together under node/keep.py: their signs of life, their lines, their end.
+"""One `vllm serve` per machine with the same flags: its command and environment, and its process under node/keep.py.
 
 Secrets travel on standard input, not on a command line. Closing that input, or being killed, ends the ranks.
 """
@@ -16,13 +16,52 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparkdraft.bridges.cluster.host import Host, kill_group
-from sparkdraft.bridges.cluster.node.keep import EVENT
-from sparkdraft.bridges.cluster.node.log import Log
+from sparkdraft.bridges.cluster.hosts import Cluster, Host, HostSpec, kill_group
+from sparkdraft.bridges.cluster.node.keep import EVENT, Log
+from sparkdraft.bridges.vllm.command import VllmCommand
+from sparkdraft.core import UserError
+
+TENSOR, PIPELINE = "tensor", "pipeline"
+SIZES = {TENSOR: "tensor-parallel-size", PIPELINE: "pipeline-parallel-size"}
+
+
+def rank_words(command: VllmCommand, cluster: Cluster, rank: int, parallel: str) -> list[str]:
+    """Adds the flags of a rank to the command for one machine."""
+    count = len(cluster.hosts)
+    flags: dict[str, Any] = {
+        SIZES[parallel]: count,
+        "distributed-executor-backend": "mp",
+        "nnodes": count,
+        "node-rank": rank,
+        "master-addr": cluster.hosts[0].ip,
+        "master-port": cluster.port,
+    }
+    taken = {*flags, "headless"} | set(SIZES.values())
+    if given := [each.name for each in command.extra if each.name.removeprefix("--") in taken]:
+        raise UserError(f"{given[0]} is set by the cluster: leave it out")
+    words = command.words()
+    for name, value in flags.items():
+        words += [f"--{name}", str(value)]
+    return [*words, "--headless"] if rank else words
+
+
+def rank_environment(host: HostSpec, ready_seconds: float) -> dict[str, str]:
+    """The variables of a rank's network, derived from the hosts file, whose own variables override them."""
+    found = {"VLLM_HOST_IP": host.ip, "VLLM_ENGINE_READY_TIMEOUT_S": f"{ready_seconds:.0f}"}
+    if host.interfaces:
+        found |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), host.interfaces[0])
+    if host.rdma:
+        found |= {"NCCL_IB_DISABLE": "0", "NCCL_IB_HCA": ",".join(host.rdma), "NCCL_IB_MERGE_NICS": "1"}
+    else:
+        found["NCCL_IB_DISABLE"] = "1"
+    if host.gid_index is not None:
+        found["NCCL_IB_GID_INDEX"] = str(host.gid_index)
+    return found | dict(host.environment)
+
 
 LAST_LINES = 30
-SILENT_SECONDS = 5.0  # a machine that said nothing for so long is not waited for
-END_SECONDS = 10.0  # beyond the drain, until ssh is killed; the machine's own timer then ends the rank
+SILENT_SECONDS = 5.0  # a machine that was silent for so long is not waited for
+END_SECONDS = 10.0  # after the drain until ssh is killed; the machine's own timer then ends the rank
 
 
 @dataclass(frozen=True)
@@ -31,8 +70,8 @@ class Job:
 
     words: Sequence[str]
     environ: dict[str, str] = field(repr=False)
-    drain: float = 5.0  # seconds in which it may end
-    watch: dict[str, Any] | None = field(default=None, repr=False)  # of a server: node/watch.py
+    drain: float = 5.0  # seconds it has to end
+    watch: dict[str, Any] | None = field(default=None, repr=False)  # spec of node/keep.py's `watch`, for a server
 
     def spec(self, silence: float) -> bytes:
         told = {"words": self.words, "environ": self.environ, "drain": self.drain, "silence": silence}
@@ -40,15 +79,15 @@ class Job:
 
 
 class Rank:
-    """One of them. `heard` and `token` are times of the monotonic clock."""
+    """One rank. `heard` and `token` are monotonic times."""
 
     def __init__(self, host: Host, job: Job, silence: float, log: Log, say: Callable[[str], None]) -> None:
         self.host, self.job, self.log = host, job, log
         self.pid = 0
         self.ready = self.token = 0.0
-        self.blind = ""  # why no token can be asked for now
-        self._refusals: set[str] = set()  # that were said
-        self.ended: dict[str, Any] | None = None  # its status and why, as the machine told
+        self.blind = ""  # why a test request was refused
+        self._refusals: set[str] = set()  # already printed
+        self.ended: dict[str, Any] | None = None  # its event: status and reason
         self.lines: deque[str] = deque(maxlen=LAST_LINES)
         self.heard = time.monotonic()
         self._say = say
@@ -74,7 +113,7 @@ class Rank:
                 self.process.stdin.close()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended by itself. If it did not, ssh is killed; the machine's own timer ends the rank there."""
+        """Returns whether it ended in time. If not, ssh is killed; the machine's own timer ends the rank there."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -87,7 +126,7 @@ class Rank:
         return True
 
     def why(self) -> str:
-        """Of a rank that is over: its end in words."""
+        """Describes how the rank ended."""
         self._reader.join(2.0)
         if self.ended is None:
             return f"the connection to it ended (status {self.process.returncode})" + self._last()
@@ -141,7 +180,7 @@ class Rank:
 def start_ranks(
     hosts: Sequence[Host], jobs: Sequence[Job], silence: float, folder: Path, say: Callable[[str], None]
 ) -> list[Rank]:
-    """All together; if one cannot be started, the others are ended."""
+    """Starts all ranks; if one cannot start, the others are ended."""
     ranks: list[Rank] = []
     try:
         for host, job in zip(hosts, jobs, strict=True):
@@ -153,8 +192,8 @@ def start_ranks(
 
 
 def end_ranks(ranks: Sequence[Rank], drain: bool) -> list[str]:
-    """End all; returns the labels of machines that did not answer. drain: the head ends first, because it finishes its
-    requests with the others' help."""
+    """Ends all ranks; returns the labels of machines that did not answer. drain: the head ends first, because it
+    needs the others to finish its requests."""
     first, rest = (ranks[:1], ranks[1:]) if drain else ((), ranks)
     lost = []
     for group in (first, rest):

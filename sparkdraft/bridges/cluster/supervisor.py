@@ -1,29 +1,117 @@
-"""Keeps all ranks up: started together, watched together, restarted together.
+"""Keeps all ranks of a cluster up, writes their state to a folder on this machine, and ends a run from outside.
 
-A rank that ends, a machine that is not heard of, and a server that makes no token for too long have one answer: the
-others wait in an all-reduce for ever, so all are ended and started again. A start that fails before it was ever ready
-is not repeated: what is wrong then is wrong the next time too.
+A rank that ends, a machine without heartbeats and a server that makes no token for too long get one answer: all ranks
+are ended and restarted, because the others would wait in an all-reduce for ever. A start that fails before the server
+was ever ready is not repeated. `status` and `down` read the state; only the supervisor writes it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from sparkdraft.bridges.cluster.host import Host
-from sparkdraft.bridges.cluster.hosts_file import Cluster
+from sparkdraft.bridges.cluster.checks import hosts_of
+from sparkdraft.bridges.cluster.hosts import Cluster, Host
+from sparkdraft.bridges.cluster.node.processes import identity, runs
 from sparkdraft.bridges.cluster.ranks import Job, Rank, end_ranks, start_ranks
-from sparkdraft.bridges.cluster.runs import DOWN, ENDING, READY, RESTARTING, STARTING, Run
 from sparkdraft.core import UserError
+from sparkdraft.weights.hub import cache_dir
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that end it
-BEAT = 0.5  # seconds
-WRITE = 2.0  # seconds between two writings of the state
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # before a restart: a Spark's memory is freed up to a minute after a process
-ANSWER_SECONDS = 15.0  # for a machine to answer before a restart,
-RETURN_SECONDS = 900.0  # and for one that does not to come back
+STARTING, READY, RESTARTING, ENDING, DOWN, FAILED = "starting", "ready", "restarting", "ending", "down", "failed"
+
+
+@dataclass
+class State:
+    name: str
+    phase: str = STARTING
+    supervisor: list[int] = field(default_factory=list)  # process id and start time
+    url: str = ""
+    model: str = ""
+    parallel: str = ""
+    since: float = 0.0  # when the phase began
+    heard: list[float] = field(default_factory=list)  # of each rank, as Unix time
+    pids: list[int] = field(default_factory=list)  # of each rank, on its machine
+    restarts: list[str] = field(default_factory=list)  # why
+    error: str = ""  # why it failed
+    only: str = ""  # the one machine that reaches the URL, if not this one
+
+    @property
+    def address(self) -> str:
+        """The API's address, to print."""
+        return f"{self.url}/v1{f' (on {self.only} only)' if self.only else ''}"
+
+    @property
+    def is_supervised(self) -> bool:
+        return runs(self.supervisor)
+
+
+def run_folder(name: str) -> Path:
+    return cache_dir() / "cluster" / name
+
+
+def read_state(name: str) -> State | None:
+    """Returns None if there was no run."""
+    path = run_folder(name) / "state.json"
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return State(**data)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): delete it if no cluster of this name runs") from None
+
+
+class Run:
+    """The state as the supervisor writes it."""
+
+    def __init__(self, name: str, model: str = "", parallel: str = "", url: str = "", only: str = "") -> None:
+        """Raises UserError if such a cluster is up already."""
+        self.check_free(name)
+        self.folder = run_folder(name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be made: {error.strerror}; set SPARKDRAFT_CACHE") from None
+        self.state = State(name, STARTING, identity(os.getpid()), url, model, parallel, time.time(), only=only)
+        self.write()
+
+    @staticmethod
+    def check_free(name: str) -> None:
+        old = read_state(name)
+        if old and old.is_supervised:
+            raise UserError(
+                f"cluster {name} is up already ({old.phase}, process {old.supervisor[0]}): `sparkdraft cluster status` "
+                "shows it and `sparkdraft cluster down` ends it"
+            )
+
+    def enter(self, phase: str, **changes: Any) -> None:
+        self.state.phase, self.state.since = phase, time.time()
+        for name, value in changes.items():
+            setattr(self.state, name, value)
+        self.write()
+
+    def write(self) -> None:
+        new = self.folder / "state.new"
+        with suppress(OSError):  # a full disk must not end a server
+            new.write_text(json.dumps(asdict(self.state), indent=1), encoding="utf-8")
+            os.replace(new, self.folder / "state.json")
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that end the supervisor
+BEAT = 0.5  # seconds between heartbeats
+WRITE = 2.0  # seconds between updates of the state file
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # before a restart: a Spark frees memory up to a minute after a process ended
+ANSWER_SECONDS = 15.0  # for a machine to answer before a restart
+RETURN_SECONDS = 900.0  # for a machine that does not answer to come back
 WINDOW = 3600.0  # seconds in which restarts are counted
 
 
@@ -39,12 +127,12 @@ class Supervisor:
     ) -> None:
         self.cluster, self.hosts, self.jobs, self.run, self.say = cluster, hosts, jobs, run, say
         self.first_pause = first_pause
-        self._told = threading.Event()  # by a signal, to end
+        self._told = threading.Event()  # set by a signal
         self._failures: list[float] = []
         self._was_ready = False
 
     def serve(self) -> None:
-        """Until a signal. Raises UserError where it cannot start, or fails too often."""
+        """Serves until a signal. Raises UserError if it cannot start or fails too often."""
         previous = {each: signal.signal(each, self._note) for each in SIGNALS}
         try:
             while (failure := self._serve_once()) and not self._told.is_set():
@@ -58,7 +146,7 @@ class Supervisor:
         self._told.set()
 
     def _serve_once(self) -> str:
-        """Start all ranks and watch them. Returns why they had to end; "" if a signal came."""
+        """Starts all ranks and watches them. Returns why they had to end, or "" after a signal."""
         ranks: list[Rank] = []
         failure = ""
         try:
@@ -94,11 +182,11 @@ class Supervisor:
         return ""
 
     def _failure(self, ranks: Sequence[Rank], begin: float) -> str:
-        """What is wrong, in one sentence; the machine that was first to end is the one that is named."""
+        """Returns what is wrong, or "". Names the rank that caused it if several have ended."""
         cluster, head, now = self.cluster, ranks[0], time.monotonic()
         over = [each for each in ranks if each.is_over]
         if over:
-            time.sleep(BEAT)  # the others may have ended too: a rank that was killed is the cause, not its victim
+            time.sleep(BEAT)  # others may have ended too, and the cause must be told from its victims
             over = [each for each in ranks if each.is_over]
             first = min(over, key=_blame)
             return f"rank {first.host.rank} on {first.host.label} ended: {first.why()}"
@@ -113,7 +201,7 @@ class Supervisor:
         return ""
 
     def _count(self, failure: str) -> None:
-        """Wait before a restart, or give up."""
+        """Waits before a restart, or gives up."""
         state = self.run.state
         if not self._was_ready:
             raise UserError(f"the cluster did not start: {failure} (logs: {self.run.folder})")
@@ -134,7 +222,7 @@ class Supervisor:
         self.run.enter(STARTING)
 
     def _await(self, host: Host) -> None:
-        """A machine that restarts is waited for. Raises UserError when that takes too long."""
+        """Waits for a machine that reboots. Raises UserError if that takes too long."""
         begin, is_said = time.monotonic(), False
         while not self._told.is_set():
             try:
@@ -156,7 +244,67 @@ class Supervisor:
 
 
 def _blame(rank: Rank) -> int:
-    """A rank whose machine said nothing at its end comes first, then one that was killed, then one that failed."""
+    """Sort key of the likely cause: a lost connection first, then a killed rank, then a failed one."""
     if rank.ended is None:
         return 0
     return 1 if rank.ended["status"] < 0 else 2
+
+
+PATIENCE = 180.0  # seconds for requests to finish and all ranks to end
+SWEEP_SECONDS = 30.0
+
+
+def end_run(cluster: Cluster, say: Callable[[str], None], patience: float = PATIENCE) -> list[str]:
+    """Ends a run if there is one. Returns a sentence for each machine that could not be reached."""
+    state = read_state(cluster.name)
+    if state is None or (state.phase == DOWN and not state.is_supervised):
+        return []
+    if state.is_supervised:
+        os.kill(state.supervisor[0], signal.SIGTERM)
+        deadline = time.monotonic() + patience
+        while state.is_supervised and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if state.is_supervised:
+            say(f"note: the supervisor did not end in {patience:g} s and is killed")
+            with suppress(ProcessLookupError):
+                os.kill(state.supervisor[0], signal.SIGKILL)
+            while state.is_supervised:
+                time.sleep(0.05)
+    lost = sweep_all(hosts_of(cluster), say)
+    if not lost:
+        run = Run(cluster.name)
+        run.state = replace(state, supervisor=[], phase=DOWN, since=time.time())
+        run.write()
+    return lost
+
+
+def sweep_all(hosts: Sequence[Host], say: Callable[[str], None], verb: str = "end") -> list[str]:
+    """Ends what earlier runs left on the machines; returns a sentence for each that could not be reached. verb:
+    `end`, or `clear`, which spares ranks that still have a keeper."""
+
+    def one(host: Host) -> str:
+        try:
+            if left := sweep(host, verb):
+                say(f"note: {host.label}: {len(left)} processes of an earlier run were ended")
+            return ""
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return [each for each in pool.map(one, hosts) if each]
+
+
+def sweep(host: Host, verb: str) -> list[int]:
+    """Returns the ids of ended processes. Raises UserError."""
+    script = host.node_script(verb, host.run_folder)
+    done = host.run(script, SWEEP_SECONDS)
+    if done.status:  # an older version is installed there, or none
+        host.install()
+        done = host.run(script, SWEEP_SECONDS)
+    try:
+        return list(json.loads(done.out))
+    except ValueError:
+        raise UserError(
+            f"{host.label}: what an earlier run left there cannot be ended ({done.last_line}): does "
+            f"`{host.spec.python}` run there?"
+        ) from None

@@ -1,5 +1,8 @@
-"""Our configuration as a `vllm serve` command: every flag is one of the table in vllm_flags.py, and what vLLM cannot do
-is said in a note, or refused."""
+"""Turns our configuration into a `vllm serve` command, and writes it for a shell, as YAML or as a systemd unit.
+
+Every flag must be in the table of flags.py. What vLLM cannot do is refused or named in a note. A key is never written:
+the shell's form refers to a variable, and the unit to a file that only root reads.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from sparkdraft import defaults
-from sparkdraft.bridges.tables import Unread
+from sparkdraft.bridges.tables import LIST, ON, Unread
 from sparkdraft.bridges.vllm import broken
 from sparkdraft.bridges.vllm.flags import REASONING, TOOLS, TURBOQUANT, VLLM
-from sparkdraft.bridges.vllm.speculation import Speculation, speculate
-from sparkdraft.bridges.vllm.targets import WINDOWED, Target, find_target
+from sparkdraft.bridges.vllm.targets import WINDOWED, Speculation, Target, find_target, speculate
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig, default_of
 from sparkdraft.text.chat import variables_of
@@ -25,7 +29,7 @@ from sparkdraft.util.names import alike
 
 QWEN = ("qwen3", "hermes")
 QWEN35 = ("qwen3", "qwen3_xml")
-# family -> vLLM's parsers of thoughts and of tool calls
+# family -> vLLM's parsers of reasoning and of tool calls
 PARSERS = {
     "qwen3": QWEN,
     "qwen3_moe": QWEN,
@@ -35,7 +39,6 @@ PARSERS = {
     "gemma4": ("gemma4", "gemma4"),
     "gpt_oss": ("openai_gptoss", "openai"),
 }
-CODER = QWEN35
 # the attention backends of vLLM 0.32
 BACKENDS = (
     *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_FLASH_ATTN", "ROCM_ATTN"),
@@ -50,44 +53,44 @@ BACKENDS = (
 )
 CPU = "cpu"
 MACHINES = ("gb10", "other", CPU)
-CPU_SHARE = 0.3  # of all memory, for weights, keys and values: vLLM ends if it is not free, or not enough for them
-NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does instead
+CPU_SHARE = 0.3  # of all memory, for weights and KV cache: vLLM exits if that much is not free or does not suffice
+NOT_THERE = {  # our fields without a counterpart in vLLM, and what vLLM does instead
     "max_step_ms": "a prompt's chunks are limited by max_rows alone",
     "max_body": "bodies have no limit",
     "allowed_hosts": "every Host header is answered",
     "threads": "set OMP_NUM_THREADS",
-    "tq_ring_capacity": "no last tokens stay uncoded",
+    "tq_ring_capacity": "the last tokens are not kept uncoded",
     "tq_initial_layers": "the first two and the last two layers stay exact in models without recurrent layers",
     "tq_centre": "keys are not centred",
-    "device": "it runs on what it was built for, a CPU only with its build for CPUs",
-    "weights_cache": "weights are quantised anew at every load",
+    "device": "it runs on the device it was built for; a CPU needs its build for CPUs",
+    "weights_cache": "weights are quantised at every load",
     "spec_depths": "the depth is fixed",
-    "drafter_weights": "a drafter is kept as its file has it",
+    "drafter_weights": "a drafter keeps the format of its file",
     "draft_vocab": "a drafter drafts among the ids of its file",
     "count_ids": "ids are not counted",
     "cut": "the depth is fixed",
-    "profile": "what `sparkdraft tune` measured is not read",
-    "repetition_limit": "no text is ended for repetition, unless its request has repetition_detection",
-    "canary": "nothing is probed at the start",
-    "watchdog": "nothing is watched",
+    "profile": "the results of `sparkdraft tune` are not read",
+    "repetition_limit": "no text is stopped for repetition, unless its request has repetition_detection",
+    "canary": "no probes run at the start",
+    "watchdog": "nothing watches the engine",
     "hang_seconds": "an engine that hangs is not noticed",
     "step_seconds": "an engine that hangs is not noticed",
-    "allow_public": "it never asks whether other machines may reach it without a key",
+    "allow_public": "other machines may always connect without a key",
 }
 
 NO_PARSER = (
     "tools: no parser of vLLM is known for this model, so requests with tools get status 400 there; --tool-parser "
     "names one, such as hermes"
 )
-FRONT = ("max_body", "allowed_hosts", "allow_public", "canary")  # what our own front does, where it is before vLLM
-PART = "speculative-config."  # before a key of that flag that is handed on by itself
-SPEC_METRICS = (0, 29, 0)  # the first version that says per request what was accepted
-QUEUE = (0, 32, 0)  # a version that limits how many requests wait
+FRONT = ("max_body", "allowed_hosts", "allow_public", "canary")  # handled by our own front where it stands before vLLM
+PART = "speculative-config."  # prefix of a single key that is handed on
+SPEC_METRICS = (0, 29, 0)  # the first version with acceptance per request
+QUEUE = (0, 32, 0)  # the first version known to limit waiting requests
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What can be said to vLLM and has no field here."""
+    """Settings of vLLM that are no fields of our configuration."""
 
     method: str = "auto"
     attention_backend: str = ""
@@ -96,8 +99,8 @@ class Choices:
     tensor_parallel: int = 1
     version: str = broken.NEWEST
     machine: str = "gb10"
-    extra: tuple[Unread, ...] = ()  # flags of vLLM that are handed on; they beat those that are chosen here
-    fixed: frozenset[str] = frozenset()  # our fields that beat those flags, because a flag of ours sets them
+    extra: tuple[Unread, ...] = ()  # flags handed on to vLLM; they beat the flags chosen here
+    fixed: frozenset[str] = frozenset()  # our fields that beat those flags, because our own flags set them
 
     def __post_init__(self) -> None:
         if self.machine not in MACHINES:
@@ -110,7 +113,7 @@ class Choices:
                 raise UserError(f"{flag} is '{name}', which vLLM does not have; did you mean {near}?")
 
     def backends(self) -> dict[str, str]:
-        """Those that are named, by their flags."""
+        """Returns the named attention backends by flag."""
         given = {
             "--attention-backend": self.attention_backend,
             "--draft-attention-backend": self.draft_attention_backend,
@@ -118,7 +121,8 @@ class Choices:
         return {flag: name.upper() for flag, name in given.items() if name}
 
     def doubts(self) -> list[str]:
-        """What is named and not known here: a plugin may add backends, and another machine has other files."""
+        """Notes for unknown names that may still be right: plugins add backends, and other machines have other
+        files."""
         found = [
             f"{flag}: {name} is none of the backends of vLLM {broken.NEWEST}"
             for flag, name in self.backends().items()
@@ -134,7 +138,7 @@ class Choices:
 class VllmCommand:
     model: str
     flags: dict[str, Any]  # without dashes; True and False are switches, dicts are JSON
-    secrets: dict[str, str] = field(repr=False)  # variables that must not be printed
+    secrets: dict[str, str] = field(repr=False)  # environment variables that must not be printed
     notes: list[str]
     extra: tuple[Unread, ...] = ()
 
@@ -151,7 +155,8 @@ class VllmCommand:
 
 
 def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = False) -> VllmCommand:
-    """Raises UserError for what vLLM cannot do, or is known to do wrongly. behind_front: `serve` stands before it."""
+    """Raises UserError for what vLLM cannot do, or is known to do wrongly. behind_front: our own front answers
+    clients."""
     target, engine, notes = find_target(config.engine.model), config.engine, []
     notes += [*([target.doubt] if target.doubt else []), *choices.doubts()]
     extra = [each for each in choices.extra if not choices.fixed.intersection(each.near)]
@@ -206,7 +211,7 @@ def _why_not(given: Unread, choices: Choices) -> str:
 def _facts(
     config: ServerConfig, choices: Choices, target: Target, speculation: Speculation | None, kv: str
 ) -> dict[str, Any]:
-    """What broken.json looks at."""
+    """The facts that conditions in broken.json refer to."""
     return {
         "family": target.family,
         "hybrid": target.is_hybrid,
@@ -248,25 +253,25 @@ def _queue(config: ServerConfig, version: str, notes: list[str]) -> dict[str, An
 
 
 def _on_cpu(config: ServerConfig, notes: list[str]) -> dict[str, Any]:
-    """What vLLM's build for CPUs reads otherwise."""
+    """Flags that mean something else in vLLM's build for CPUs."""
     if _is_set(config, "memory_fraction"):
         return {}
     notes.append(
-        f"memory_fraction: on a CPU vLLM takes this share of all memory, weights included, whoever else needs some; "
-        f"{CPU_SHARE} is set, and a model that does not fit needs more"
+        f"memory_fraction: on a CPU vLLM takes this share of all memory, weights included, even if others need it; "
+        f"{CPU_SHARE} is set, and a larger model needs more"
     )
     return {"gpu-memory-utilization": CPU_SHARE}
 
 
 def _kv_type(config: ServerConfig, notes: list[str]) -> str:
-    """vLLM's name for how keys and values are kept: of TurboQuant, the smallest with at least as many bits."""
+    """vLLM's name for the format of the KV cache. For TurboQuant, the smallest with at least as many bits."""
     engine = config.engine
     if engine.kv != "turboquant" or engine.tq_mode == "off":
         return {"fp8": "fp8"}.get(engine.kv, "auto")
     if engine.tq_mode == "capture_only":
         raise UserError("tq_mode is capture_only, which vLLM does not have: measure here, or choose hybrid")
     if engine.tq_mode == "hybrid":
-        notes.append("tq_mode: hybrid is not in vLLM: no last tokens stay uncoded")
+        notes.append("tq_mode: hybrid is not in vLLM: the last tokens are coded too")
     wanted = (engine.tq_key_bits, engine.tq_value_bits)
     enough = [name for name, bits in TURBOQUANT.items() if bits[0] >= wanted[0] and bits[1] >= wanted[1]]
     if not enough:
@@ -296,29 +301,29 @@ def _weights(config: ServerConfig, notes: list[str], on_cpu: bool) -> dict[str, 
 
 
 def _parsers(config: ServerConfig, target: Target, named: Container[str], notes: list[str]) -> dict[str, Any]:
-    """named: flags that the user gives vLLM."""
-    thoughts, calls = CODER if target.writes_code else PARSERS.get(target.family, ("", ""))
-    thoughts = thoughts if target.thinks else ""
+    """named: flags that the user hands on to vLLM."""
+    reasoning, calls = QWEN35 if target.writes_code else PARSERS.get(target.family, ("", ""))
+    reasoning = reasoning if target.thinks else ""
     if config.reasoning_parser != AUTO:
-        thoughts = "" if config.reasoning_parser == NONE else REASONING[config.reasoning_parser]
-        if thoughts == "qwen3" and not target.family.startswith("qwen"):
-            thoughts = "deepseek_r1"
+        reasoning = "" if config.reasoning_parser == NONE else REASONING[config.reasoning_parser]
+        if reasoning == "qwen3" and not target.family.startswith("qwen"):
+            reasoning = "deepseek_r1"
     if "tool-call-parser" in named:
-        return {"reasoning-parser": thoughts or None, "enable-auto-tool-choice": True}
+        return {"reasoning-parser": reasoning or None, "enable-auto-tool-choice": True}
     if config.tool_parser != AUTO:
         calls = TOOLS.get(config.tool_parser, "")
     elif not calls:
         calls = _by_template(target, notes)
     if not calls:
         notes.append(NO_PARSER)
-    found: dict[str, Any] = {"reasoning-parser": thoughts or None}
+    found: dict[str, Any] = {"reasoning-parser": reasoning or None}
     return found | ({"enable-auto-tool-choice": True, "tool-call-parser": calls} if calls else {})
 
 
 def _by_template(target: Target, notes: list[str]) -> str:
-    """The parser for a family that is not in PARSERS; empty if the template shows calls that none is known to read, or
-    is not at hand. With hermes' parser vLLM makes a model write the calls that a request requires or names, whatever it
-    was taught; without a parser it refuses all requests with tools."""
+    """Finds the tool parser of a family that is not in PARSERS. Returns "" if the template is not at hand or shows
+    calls of an unknown form. With the hermes parser vLLM makes any model write the calls that a request requires or
+    names; without a parser it refuses all requests with tools."""
     if not target.template:
         return ""
     if found := TOOLS.get(by_marks(target.template)[0].name):
@@ -327,8 +332,8 @@ def _by_template(target: Target, notes: list[str]) -> str:
     if "tools" in (known or target.template):
         return ""
     notes.append(
-        "tools: the chat template knows none, so the model sees none there: it writes the calls that a request "
-        "requires or names, in hermes' form, and their arguments follow the schema if the tool is strict"
+        "tools: the chat template does not show tools to the model: it writes the calls that a request requires or "
+        "names, in hermes' form, and their arguments follow the schema if the tool is strict"
     )
     return TOOLS["hermes"]
 
@@ -348,10 +353,12 @@ def _speculative(
     if choices.draft_attention_backend:
         found["attention_backend"] = choices.draft_attention_backend.upper()
     if kv.startswith("turboquant") and speculation.kind != "mtp":
-        found["kv_cache_dtype"] = "auto"  # a drafter that attends in both directions cannot read codes
+        found["kv_cache_dtype"] = "auto"  # a drafter with bidirectional attention cannot read TurboQuant codes
     if target.is_hybrid and config.engine.prefix_cache and broken.parsed(choices.version) >= (0, 30, 0):
         found["disable_eagle_block_drop"] = True
-        notes.append("disable_eagle_block_drop: set, else cached prompts are not found; fewer drafts may be accepted")
+        notes.append(
+            "disable_eagle_block_drop is set, without which cached prompts are not found; fewer drafts may be accepted"
+        )
     return found
 
 
@@ -361,3 +368,63 @@ def _is_set(config: ServerConfig, name: str) -> bool:
 
 def _value(config: ServerConfig, name: str) -> Any:
     return getattr(config.engine if hasattr(config.engine, name) else config, name)
+
+
+KEY_FILE = "/etc/sparkdraft/vllm.env"
+GRACE = 30  # seconds after the drain until systemd kills the service
+
+
+def shell(command: VllmCommand) -> str:
+    lines: list[str] = []
+    for word in command.words()[3:]:
+        if word.startswith("--"):
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    start = "".join(f'{name}="${name}" ' for name in command.secrets) + shlex.join(command.words()[:3])
+    return " \\\n  ".join([start, *lines]) + "\n"
+
+
+def as_yaml(command: VllmCommand) -> str:
+    """For `vllm serve --config FILE`. A key stays in the environment, as VLLM_API_KEY. Switches that are off get their
+    --no- names, because vLLM's reader ignores a name whose value is false."""
+    found: dict[str, Any] = {"model": command.model}
+    for name, value in command.flags.items():
+        found |= {f"no-{name}": True} if value is False else {name: value}
+    for each in command.extra:
+        if not each.name.startswith("--"):
+            raise UserError(f"{each.name}: a YAML file needs the flag's long name")
+        flag, name = VLLM.find(each.name), each.name[2:]
+        if name in found or f"no-{name}" in found:
+            raise UserError(
+                f"{each.name} is given twice, which a YAML file cannot express: give it once, or choose --form "
+                "command or systemd"
+            )
+        if len(each.words) == 1 and "=" not in each.words[0]:
+            found[name if each.value == ON else f"no-{name}"] = True
+        else:
+            found[name] = list(each.words[1:]) if flag and flag.kind == LIST and each.words[1:] else each.value
+    return str(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=100))
+
+
+def systemd(command: VllmCommand, program: str = "/usr/bin/env vllm") -> str:
+    words = [_systemd_word(word) for word in command.words()[1:]]
+    drain = int(command.flags.get("shutdown-timeout", 0))
+    keys = f"# {', '.join(command.secrets)}=... in a file that only root reads\nEnvironmentFile={KEY_FILE}\n"
+    return (
+        f"[Unit]\nDescription=vLLM serves {command.model.replace('%', '%%')}\nAfter=network-online.target\n"
+        "Wants=network-online.target\n\n[Service]\n"
+        f"{keys if command.secrets else ''}ExecStart={program} {' '.join(words)}\n"
+        f"Restart=on-failure\nRestartSec=10\nKillMode=mixed\nTimeoutStopSec={drain + GRACE}\n\n"
+        "[Install]\nWantedBy=multi-user.target\n"
+    )
+
+
+def write(command: VllmCommand, form: str) -> str:
+    return {"command": shell, "yaml": as_yaml, "systemd": systemd}[form](command)
+
+
+def _systemd_word(word: str) -> str:
+    """Quotes a word for systemd, with specifiers and variables escaped."""
+    word = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$").replace("\n", "\\n")
+    return f'"{word}"' if not word or set(word) & set(" '\"\\;{}") else word

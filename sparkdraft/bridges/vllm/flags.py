@@ -1,8 +1,9 @@
-"""The flags of `vllm serve` (0.19 to 0.32), and what each one is here."""
+"""What each flag of `vllm serve` (0.19 to 0.32) means here. Flags without a counterpart are in without.json."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from sparkdraft import defaults
@@ -21,24 +22,26 @@ from sparkdraft.bridges.tables import (
     json_object,
     number,
     whole,
+    without,
 )
-from sparkdraft.bridges.vllm.without import ONE_MACHINE, WITHOUT
 from sparkdraft.drafters import pairs
 from sparkdraft.drafters.mtp_config import MAX_DEPTH, MTP
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
 
+ONE_MACHINE = "one machine, one GPU; `sparkdraft cluster` runs vLLM on several (docs/cluster.md)"
+WITHOUT = without(Path(__file__).with_name("without.json"))
 REASONING = {"think": "qwen3", "gemma4": "gemma4", "harmony": "openai_gptoss"}  # our parser -> vLLM's
 TOOLS = {"hermes": "hermes", "qwen3_xml": "qwen3_xml", "gemma4": "gemma4", "harmony": "openai"}
 THEIR_REASONING = {theirs: ours for ours, theirs in REASONING.items()} | {"deepseek_r1": "think"}
 THEIR_TOOLS = {theirs: ours for ours, theirs in TOOLS.items()} | {"qwen3_coder": "qwen3_xml"}
-# vLLM's TurboQuant types, and the bits of keys and of values that they keep
+# vLLM's TurboQuant types, with their bits for keys and for values
 TURBOQUANT = {
     "turboquant_3bit_nc": (3, 3),
     "turboquant_k3v4_nc": (3, 4),
     "turboquant_4bit_nc": (4, 4),
     "turboquant_k8v4": (8, 4),
 }
-MOST_BITS = 5  # of our codes
+MOST_BITS = 5  # of our TurboQuant codes
 SPECULATIVE = "--speculative-config"
 SHORTHANDS = {
     "--spec-method": f"{SPECULATIVE}.method",
@@ -48,7 +51,7 @@ SHORTHANDS = {
 
 
 def _speculative(text: str) -> Found:
-    """--speculative-config. What it says beyond method, model and number of drafts has no counterpart."""
+    """Reads --speculative-config. Only method, model and number of drafts have counterparts."""
     config = json_object(text)
     method, model = str(config.pop("method", "")), str(config.pop("model", "") or "")
     count = whole(str(config.pop("num_speculative_tokens", 0) or 0))
@@ -65,8 +68,10 @@ def _speculative(text: str) -> Found:
             found.notes.append(f"--speculative-config: {own} go up to {NGRAM_DEPTH} per step, not {count}")
             count = NGRAM_DEPTH
         words = (f"{SPECULATIVE}.method", '"ngram"')
-        found.unread.append(Unread(*words, words, (), ("drafter", "ngram")))  # our fields alone mean no drafter to vLLM
-    elif method == "mtp" or method.endswith("_mtp"):  # qwen3_next_mtp, gemma4_mtp and so on: names of earlier releases
+        found.unread.append(
+            Unread(*words, words, (), ("drafter", "ngram"))
+        )  # without it, our fields would mean no drafter to vLLM
+    elif method == "mtp" or method.endswith("_mtp"):  # earlier releases: qwen3_next_mtp, gemma4_mtp ...
         found.values["drafter"] = model or MTP
         count, note = _within(model, count)
         found.notes += note
@@ -82,7 +87,7 @@ def _speculative(text: str) -> Found:
             f"--speculative-config: {_named(method, model)}; drafts come from the drafter that is known for the model, "
             "if there is one (`sparkdraft models`), and from the request's own text"
         )
-        found.unread.clear()  # the flag is unread as a whole
+        found.unread.clear()  # the whole flag is unread
         found.near = ("drafter",)
         return found
     if count:
@@ -98,7 +103,7 @@ def _named(method: str, model: str) -> str:
 
 
 def _within(repo: str, count: int) -> tuple[int, list[str]]:
-    """A drafter makes at most one draft less than its block has rows. repo: empty for the model's own MTP head."""
+    """Limits the depth to what the drafter makes: one less than its block size. repo: "" for an MTP head."""
     if not repo and count > MAX_DEPTH:
         return MAX_DEPTH, [f"--speculative-config: an MTP head makes {MAX_DEPTH} drafts at most, not {count}"]
     known = next((d for target in pairs.targets() for d in target.drafters if d.repo == repo != ""), None)
@@ -124,7 +129,7 @@ def _kv(text: str) -> Found:
 def _quantization(text: str) -> Found:
     if text == "fp8":
         return Found({"weights": "fp8"})
-    note = f"--quantization {text}: how a checkpoint is quantised is read from its files"
+    note = f"--quantization {text}: the quantisation of a checkpoint is read from its files"
     return Found(notes=[note], near=("weights",))
 
 
@@ -165,7 +170,7 @@ def _sampling(text: str) -> Found:
 
 
 def _eager(text: str) -> Found:
-    note = "--enforce-eager: recording takes seconds here, so leave --no-graphs out unless memory is short"
+    note = "--enforce-eager: capturing CUDA graphs takes seconds here, so leave --no-graphs out unless memory is short"
     return Found({"graphs": text != ON}, [note] if text == ON else [])
 
 
@@ -194,7 +199,7 @@ FLAGS = (
     Flag(("--num-gpu-blocks-override",), "`--kv-tokens`", "blocks times their size", read=field_of("blocks", whole)),
     Flag(("--block-size",), "`--block-size`", "", read=field_of("block_size", whole)),
     Flag(("--enable-prefix-caching",), "`--prefix-cache`", "", SWITCH, flag_of("prefix_cache")),
-    Flag(("--enforce-eager",), "`--no-graphs`", "needed for nothing: recording takes seconds", SWITCH, _eager),
+    Flag(("--enforce-eager",), "`--no-graphs`", "not needed: capturing CUDA graphs takes seconds", SWITCH, _eager),
     Flag(("--dtype",), "`--dtype`", "16-bit floats are bfloat16", read=_dtype),
     Flag(("--quantization", "-q"), "`--weights fp8`", "other methods are found from the files", read=_quantization),
     Flag(

@@ -1,5 +1,8 @@
-"""What must be known of a model to serve it elsewhere: its family, its weights, its drafters. From its config.json if
-that is at hand, else from its name."""
+"""Finds what vLLM must be told about a model: its family, its weights, and the drafter to use with its depth.
+
+The facts come from config.json if that is at hand, else from the model's name. The drafter is the user's, or the best
+one that is known for the model.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.drafters import pairs
+from sparkdraft.drafters.assistant_config import AssistantConfig
+from sparkdraft.drafters.draft_configs import read_draft_config
+from sparkdraft.drafters.mtp_config import HEADS, MTP, is_target
+from sparkdraft.drafters.packaged import EMBEDDED
+from sparkdraft.drafters.pairs import KnownDrafter
 from sparkdraft.models.registry import read_config
 from sparkdraft.text.reasoning import by_marks
 from sparkdraft.util.paths import user_path
@@ -17,19 +26,19 @@ from sparkdraft.weights.checkpoint import read_config_json
 from sparkdraft.weights.folder_files import read_chat_template
 from sparkdraft.weights.hub import portable_name
 
-HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # recurrent layers among those with attention
-WINDOWED = ("gemma3", "gemma4", "gpt_oss")  # sliding windows in some layers
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # some layers are recurrent
+WINDOWED = ("gemma3", "gemma4", "gpt_oss")  # some layers have a sliding window
 FORMATS = (("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("int4|awq|gptq|autoround|w4a16", "int4"), ("fp8", "fp8"))
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    name: str  # as another engine loads it: a hub id or a path
+    name: str  # a hub id or a path, as another engine loads it
     family: str  # model_type of its text model
-    weights: str  # how its file is quantised; empty: it is not, or that is not known
+    weights: str  # quantisation of its file; empty: none, or unknown
     known: pairs.KnownTarget | None
-    template: str | None = None  # its chat template, where the model is a folder that has one
-    doubt: str = ""  # where this was not read from its config.json, or it is only similar to the known one
+    template: str | None = None  # its chat template, if the model is a folder with one
+    doubt: str = ""  # why `known` may be wrong, for a note
 
     @property
     def is_hybrid(self) -> bool:
@@ -37,13 +46,13 @@ class Target:
 
     @property
     def writes_code(self) -> bool:
-        """Qwen's Coders have a format of tool calls of their own."""
+        """Whether this is one of Qwen's Coders, whose tool calls have their own format."""
         return "coder" in self._title
 
     @property
     def thinks(self) -> bool:
-        """Some of Qwen's models do not: their names say so, whatever template a re-upload brings, or their template has
-        no thoughts. vLLM's parser takes all text for thoughts until these end, and would leave their answers empty."""
+        """Whether the model writes reasoning. Some of Qwen's do not, which their name or their template shows. vLLM's
+        parser takes all text for reasoning until its end mark, and would leave their answers empty."""
         if not self.family.startswith("qwen"):
             return True
         is_named_so = "coder" in self._title or "instruct" in self._title
@@ -51,13 +60,13 @@ class Target:
 
     @property
     def _title(self) -> str:
-        """The model's own name: folders above it say nothing, but for a snapshot in the hub's cache."""
+        """The model's own name, without folders; for a snapshot in the hub's cache, the repository's."""
         parts = Path(self.name.lower()).parts
         return parts[-3] if parts[-2:-1] == ("snapshots",) else parts[-1]
 
 
 def find_target(model: str) -> Target:
-    """Asks the network for config.json only if neither a file nor the name says enough."""
+    """Downloads config.json only if neither a local file nor the name says enough."""
     name = portable_name(model)
     by_name = None if user_path(name).exists() or _is_cached(name) else _named(name)
     if by_name:
@@ -87,10 +96,110 @@ def _is_cached(name: str) -> bool:
 
 
 def _weights(name: str, config: dict[str, Any]) -> str:
-    """The format of quantised weights, by config.json and, where it is silent, by the name."""
+    """Returns the format of quantised weights, from config.json or else from the name."""
     quantised = config.get("quantization_config") or {}
     text = f"{quantised.get('quant_method', '')} {quantised.get('quant_algo', '')} {quantised.get('format', '')} {name}"
     text += f" int{quantised.get('bits')}" if quantised.get("bits") else ""
     return next(
         (kind for words, kind in FORMATS if re.search(words, text.lower())), "mxfp4" if "gpt-oss" in name else ""
     )
+
+
+METHODS = ("auto", "dflash", "mtp", "ngram")
+ORDER = ("dflash", "mtp", "dflash2", "dspark")  # preference of auto: the longest established first
+NGRAM_DEPTH = 7
+# Drafts per step of an MTP head that is not in drafters/pairs.json, and of Gemma 4's assistants, whose best number of
+# drafts on a DGX Spark was 4 (80 tok/s; 67 with 2, 72 with 6).
+HEAD_DEPTH = 4
+SCHEDULER = "--scheduler-cls sparkdraft.bridges.vllm.plugin.scheduler.DepthScheduler, where this package is beside vLLM"
+NAMES = {"dflash2": "dflash", "assistant": "mtp"}  # vLLM's names where they differ
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    kind: str  # dflash, dflash2, dspark, mtp or ngram
+    model: str  # the drafter's; empty if there is none or it is in the target's own file
+    depth: int
+
+    def config(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"method": NAMES.get(self.kind, self.kind)}
+        found |= {"model": self.model} if self.model else {}
+        found |= {"prompt_lookup_max": 4} if self.kind == "ngram" else {}
+        return found | {"num_speculative_tokens": self.depth}
+
+
+def speculate(target: Target, engine: EngineConfig, method: str, notes: list[str]) -> Speculation | None:
+    """Returns None for plain decoding. method: one of METHODS."""
+    if method not in METHODS:
+        raise UserError(f"--method is '{method}'; it must be one of {', '.join(METHODS)}")
+    if engine.num_draft == 0:
+        return None
+    if method == "ngram":
+        return Speculation("ngram", "", engine.num_draft or NGRAM_DEPTH)
+    found = _chosen(target, engine, method, notes)
+    if found is None:
+        return None
+    kind, model, most = found
+    depth = engine.num_draft or most
+    if kind != "mtp" and depth > most:
+        raise UserError(f"spec is {depth}; {model} makes {most} drafts at most")
+    if engine.num_draft is None:
+        notes.append(f"spec: the depth is fixed at {depth} drafts there; for our choice of depth use {SCHEDULER}")
+    if engine.ngram:
+        notes.append("ngram: vLLM runs one drafter, so there are no drafts from the request's own text")
+    return Speculation(kind, model, depth)
+
+
+def _chosen(target: Target, engine: EngineConfig, method: str, notes: list[str]) -> tuple[str, str, int] | None:
+    """Returns kind, drafter and drafts per step: the drafter's maximum, or the usual depth of an MTP head."""
+    if engine.drafter == "none":
+        return None
+    known = target.known.drafters if target.known else ()
+    if engine.drafter != "auto":
+        if engine.drafter == MTP:
+            return _own_head(target)
+        drafter = next((each for each in known if each.repo == engine.drafter), None)
+        return _of(drafter) if drafter else _opened(engine.drafter)
+    kinds = ORDER if method == "auto" else (method,)
+    fitting = [each for each in known if _kind(each) in kinds]
+    if fitting:
+        return _of(min(fitting, key=lambda each: (kinds.index(_kind(each)), -each.mean_tokens)))
+    if method != "auto":
+        raise UserError(
+            f"no {method} drafter is known for {target.name}: name one with --drafter, or leave --method out"
+        )
+    own = " (the one in this package is for this engine)" if engine.model in EMBEDDED else ""
+    notes.append(f"drafter: none is known for {target.name}{own}, so vLLM decodes plainly")
+    return None
+
+
+def _kind(drafter: KnownDrafter) -> str:
+    return "mtp" if drafter.kind == "assistant" else drafter.kind
+
+
+def _of(drafter: KnownDrafter) -> tuple[str, str, int]:
+    return _kind(drafter), drafter.repo, HEAD_DEPTH if drafter.kind == "assistant" else drafter.block - 1
+
+
+def _own_head(target: Target) -> tuple[str, str, int]:
+    """Chooses the MTP head in the target's own file."""
+    heads = [each for each in (target.known.drafters if target.known else ()) if each.kind == MTP]
+    if heads:
+        return _of(heads[0])
+    if target.family not in HEADS:
+        raise UserError(
+            f"no MTP head is known for {target.name} (only for the model types {', '.join(HEADS)}): leave --drafter "
+            "out, or name a drafter"
+        )
+    return MTP, "", HEAD_DEPTH
+
+
+def _opened(name: str) -> tuple[str, str, int]:
+    """Reads what an unlisted drafter is from its config.json."""
+    config = read_config_json(name)
+    if is_target(config):  # a file of the target that has an MTP head
+        return MTP, portable_name(name), HEAD_DEPTH
+    draft = read_draft_config(config)
+    if isinstance(draft, AssistantConfig):
+        return MTP, portable_name(name), HEAD_DEPTH
+    return "dflash", portable_name(name), draft.block_size - 1

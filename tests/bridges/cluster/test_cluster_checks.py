@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.bridges.cluster import survey as survey_module
-from sparkdraft.bridges.cluster.checks import judge
-from sparkdraft.bridges.cluster.ending import sweep
-from sparkdraft.bridges.cluster.host import Host, ssh_words
-from sparkdraft.bridges.cluster.hosts_file import HostSpec, read_cluster
+from sparkdraft.bridges.cluster import checks as survey_module
+from sparkdraft.bridges.cluster.checks import Seen, hosts_of, judge, survey
+from sparkdraft.bridges.cluster.hosts import Host, HostSpec, read_cluster, ssh_words
 from sparkdraft.bridges.cluster.node import look
 from sparkdraft.bridges.cluster.node.processes import identity
-from sparkdraft.bridges.cluster.survey import Seen, hosts_of, survey
+from sparkdraft.bridges.cluster.supervisor import sweep
 from sparkdraft.cli.cluster_findings import refuse_broken
 from sparkdraft.cli.cluster_up import paths_of
 from sparkdraft.cli.main import main

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.bridges.cluster.command import PIPELINE, TENSOR
 from sparkdraft.bridges.cluster.expect import LINKS, Case, Latency, case, cases, explain
+from sparkdraft.bridges.cluster.ranks import PIPELINE, TENSOR
 from sparkdraft.cli.main import main
 from sparkdraft.cli.plan import read_drafter, read_formats, read_model
 from sparkdraft.config import EngineConfig

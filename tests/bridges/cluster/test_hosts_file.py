@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.bridges.cluster.command import PIPELINE, TENSOR, rank_environment, rank_words
-from sparkdraft.bridges.cluster.hosts_file import parse_cluster, read_cluster
+from sparkdraft.bridges.cluster.hosts import parse_cluster, read_cluster
+from sparkdraft.bridges.cluster.ranks import PIPELINE, TENSOR, rank_environment, rank_words
 from sparkdraft.bridges.tables import Unread
 from sparkdraft.bridges.vllm.command import VllmCommand
 from sparkdraft.cli.cluster_up import shown_url

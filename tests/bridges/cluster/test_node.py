@@ -17,14 +17,12 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.bridges.cluster import measure as measure_module
-from sparkdraft.bridges.cluster.host import NODE, Host
-from sparkdraft.bridges.cluster.hosts_file import Cluster, HostSpec
+from sparkdraft.bridges.cluster import expect as measure_module
+from sparkdraft.bridges.cluster.checks import Seen
+from sparkdraft.bridges.cluster.hosts import NODE, Cluster, Host, HostSpec
 from sparkdraft.bridges.cluster.node import processes
-from sparkdraft.bridges.cluster.node.log import Log
-from sparkdraft.bridges.cluster.node.watch import COUNTERS, watch
+from sparkdraft.bridges.cluster.node.keep import COUNTERS, Log, watch
 from sparkdraft.bridges.cluster.ranks import Job, Rank
-from sparkdraft.bridges.cluster.survey import Seen
 from sparkdraft.core import UserError
 from tests.bridges.cluster.simulated import free_ports
 from tests.patience import PATIENT, wait_for

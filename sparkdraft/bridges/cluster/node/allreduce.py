@@ -1,7 +1,7 @@
-"""One rank of a measurement: how long an all-reduce of a step's rows takes between the machines.
+"""Measures an all-reduce between the machines, as one rank.
 
-Reductions follow one another as in a decode step, a batch of them per measurement, and the GPU is waited for at the end
-of a batch. Rank 0 prints a line of JSON.
+Each measurement is a batch of all-reduces in a row, as in a decode step, with one wait for the GPU at its end. Rank 0
+prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def allreduce(spec: dict[str, Any]) -> int:
             if on_gpu:
                 torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) / BATCH)
-        times = sorted(times[3:])  # the first ones connect and warm up
+        times = sorted(times[3:])  # the first three connect and warm up
         found[size] = {"median": statistics.median(times), "worst": times[-1]}
     dist.barrier()
     dist.destroy_process_group()

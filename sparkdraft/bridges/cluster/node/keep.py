@@ -1,37 +1,40 @@
-"""Runs one command and ends it, with all that it has started, when nobody is heard of any more.
+"""Runs one command and ends it, with all that it started, when the supervisor's heartbeat stops.
 
-Standard input: a line of JSON that says what to run, then anything, as a sign that the other side lives. Its end, or
-`silence` seconds without a sign, ends the command. Standard output: the command's lines, and events, which are lines of
-JSON after the byte 0x1e. A thread of its own writes them, so that a reader who hangs does not stop the timer.
+Standard input: a line of JSON with the command, then any bytes as heartbeats. The end of input, or `silence` seconds
+without a byte, ends the command. Standard output: the command's lines, and events as lines of JSON after the byte 0x1e.
+A separate thread writes them, so a reader that hangs does not stop the timer.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from .log import Log
 from .processes import become_reaper, descendants, end_all, end_known, ends_with_parent, identity, runs
-from .watch import watch
 
 EVENT = b"\x1e"
-BEAT = 0.5  # seconds between two signs of life, and between two looks at who is below
-MOST_WAITING = 10_000  # lines for a reader who does not read; later ones are in the log alone
+BEAT = 0.5  # seconds between heartbeats, and between scans for child processes
+MOST_WAITING = 10_000  # lines queued for a slow reader; later ones are only logged
 NO_PROGRAM = 127
 
 
 class Speaker:
-    """Writes to standard output in a thread."""
+    """Writes to standard output from a thread."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[bytes | None] = queue.Queue(MOST_WAITING)
@@ -58,10 +61,10 @@ class Speaker:
 
 
 def keep(run: Path) -> int:
-    """Returns the command's exit status, negative for a signal's."""
+    """Returns the command's exit status, negative for a signal."""
     spec = json.loads(sys.stdin.buffer.readline() or b"{}")
     if not spec:
-        return 1  # nobody is there
+        return 1  # the input ended at once
     told: list[int] = []
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, lambda number, frame: told.append(number))
@@ -91,8 +94,8 @@ def keep(run: Path) -> int:
 
 
 def end_recorded(run: Path, even_kept: bool = True) -> list[int]:
-    """End what an earlier one has written down and that still runs; returns the numbers of processes. even_kept: also
-    where that one runs itself."""
+    """Ends recorded processes of an earlier `keep` that still run, and returns their ids. even_kept: also if that
+    `keep` itself still runs."""
     path = run / "processes.json"
     try:
         known = json.loads(path.read_text())
@@ -119,7 +122,7 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _wait(child: subprocess.Popen[bytes], silence: float, told: list[int], run: Path, speaker: Speaker) -> str:
-    """Until the child ends (returns "") or has to (returns why)."""
+    """Waits until the child ends (returns "") or must end (returns why)."""
     heard = time.monotonic()
     recorded: list[list[int]] = []
     while child.poll() is None:
@@ -142,13 +145,13 @@ def _wait(child: subprocess.Popen[bytes], silence: float, told: list[int], run: 
 
 def _record(run: Path, known: list[list[int]]) -> None:
     new = run / "processes.new"
-    with suppress(OSError):  # a full disk: what runs is ended without it
+    with suppress(OSError):  # a full disk: this record is only for `end`
         new.write_text(json.dumps([each for each in known if each]))
         os.replace(new, run / "processes.json")
 
 
 def _end(child: subprocess.Popen[bytes], drain: float) -> None:
-    """Tell it to end, wait, and kill it and everything below this process."""
+    """Terminates the child, waits, then kills it and everything else below this process."""
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -167,3 +170,104 @@ def _pump(child: subprocess.Popen[bytes], log: Log, speaker: Speaker) -> None:
             speaker.event("note", text=problem)
         speaker.line(line.lstrip(EVENT))
     log.close()
+
+
+MOST_BYTES = 64 << 20  # then it is renamed to .1, replacing an older one
+
+
+class Log:
+    """A log that is cut when it grows. A full disk ends the log but not the command."""
+
+    def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
+        self.path, self.most, self.problem = path, most, ""
+        self._file: BinaryIO | None = None
+
+    def write(self, line: bytes) -> str:
+        """Returns a sentence once, when the log can no longer be written."""
+        if self.problem:
+            return ""
+        try:
+            if self._file is None:
+                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            self._file.write(line)
+            if self._file.tell() > self.most:
+                self.close()
+                os.replace(self.path, f"{self.path}.1")
+        except OSError as error:
+            self.problem = f"the log {self.path} is no longer written: {error.strerror}"
+            self.close()
+        return self.problem
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        self._file = None
+
+
+COUNTERS = re.compile(rb"^vllm:(?:generation_tokens|prompt_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
+READY_POLL = 0.5
+BUSY = (408, 429)  # overloaded: the same as no answer
+NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
+# without a proxy: the server is on this machine
+OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+def watch(spec: dict[str, Any], say: Callable[..., None], running: Callable[[], bool]) -> None:
+    """Reports whether a server still makes tokens: its counters move, or it answers a request for one token.
+    (/health stays fine while a rank hangs in an all-reduce.) Says `ready` once, then `token` whenever it works, and
+    `blind` if a test request is refused."""
+    start = time.monotonic()
+    while running() and not _is_healthy(spec["url"]):
+        time.sleep(READY_POLL)
+    if not running():
+        return
+    say("ready", seconds=round(time.monotonic() - start, 1))
+    last = -1.0
+    while running():
+        count = tokens_made(spec["url"], spec["patience"])
+        if count is not None and count > last >= 0:
+            say("token")
+        else:
+            status = ask_token(spec)
+            if status == 200:
+                say("token")
+                count = tokens_made(spec["url"], spec["patience"])
+            elif 400 <= status < 500 and status not in BUSY:
+                say("blind", why=f"a request for one token got status {status}")
+        last = last if count is None else count
+        time.sleep(spec["every"])
+
+
+def tokens_made(url: str, patience: float) -> float | None:
+    """Tokens read and written since the start; None if that cannot be read."""
+    try:
+        with OPEN(f"{url}/metrics", timeout=patience) as answer:
+            found = COUNTERS.findall(answer.read())
+    except NO_ANSWER:
+        return None
+    return sum(map(float, found)) if found else None
+
+
+def ask_token(spec: dict[str, Any]) -> int:
+    """Returns the status of a request for one token; 0: no answer in time."""
+    body = json.dumps({"model": spec["model"], "prompt": "1", "max_tokens": 1, "temperature": 0}).encode()
+    headers = {"Content-Type": "application/json"}
+    if spec.get("key"):
+        headers["Authorization"] = f"Bearer {spec['key']}"
+    request = urllib.request.Request(f"{spec['url']}/v1/completions", body, headers)
+    try:
+        with OPEN(request, timeout=spec["patience"]) as answer:
+            answer.read()
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return int(error.code)
+    except NO_ANSWER:
+        return 0
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with OPEN(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except NO_ANSWER:
+        return False

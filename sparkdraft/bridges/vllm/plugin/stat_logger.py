@@ -1,8 +1,7 @@
-"""vLLM's statistics by our names, beside its own, at its `/metrics`: the same objects that count in our own server.
+"""Adds vLLM's statistics under our metrics' names to its `/metrics`.
 
-Two things are there that vLLM counts and does not show: drafts by position, without which acceptance by position is
-wrong where depths differ, and what became of the patches. With more than one API process (`--api-server-count`) the
-numbers are those of the process that answers.
+Two metrics are new: drafts by position, without which acceptance by position is wrong where depths differ, and the
+states of the patches. With several API processes (`--api-server-count`) the numbers are those of the one that answers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sparkdraft.server.metrics import Counter, Histogram, Metrics
 
 
 class PluginMetrics(Metrics):
-    """Those of our server, of which vLLM fills a part, and two of the plugin's own."""
+    """Our server's metrics, of which vLLM fills a part, and two of the plugin's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,14 +30,14 @@ class PluginMetrics(Metrics):
         self.patches = Counter("vllm_patches", "patches of the plugin in the API process, by state", "state", "gauge")
 
     def filled(self) -> Iterator[Counter | Histogram]:
-        """Those that vLLM's statistics say something about."""
+        """Yields the metrics that vLLM's statistics fill."""
         yield from (self.prompt_tokens, self.cached_tokens, self.generation_tokens, self.success, self.preemptions)
         yield from (self.first_token, self.per_token, self.latency, self.prompt_size, self.output_size)
         yield from (self.drafts, self.draft_tokens, self.accepted_tokens, self.per_position, self.drafts_by_position)
         yield from (self.running, self.waiting, self.kv_usage, self.patches)
 
     def steps(self, stats: Any) -> None:
-        """vLLM's SchedulerStats."""
+        """Adds a step. stats: vLLM's SchedulerStats."""
         self.running.set(stats.num_running_reqs)
         self.waiting.set(stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0))
         self.kv_usage.set(stats.kv_cache_usage)
@@ -56,7 +55,7 @@ class PluginMetrics(Metrics):
                 metric.add(count, str(position))
 
     def requests(self, stats: Any) -> None:
-        """vLLM's IterationStats."""
+        """Adds tokens and finished requests. stats: vLLM's IterationStats."""
         self.prompt_tokens.add(stats.num_prompt_tokens)
         self.generation_tokens.add(stats.num_generation_tokens)
         self.preemptions.set(self.preemptions.values[""] + stats.num_preempted_reqs)
@@ -73,7 +72,7 @@ class PluginMetrics(Metrics):
 
 
 class _Shown(Collector):
-    """Our metrics as prometheus_client wants them."""
+    """Hands our metrics to prometheus_client."""
 
     def __init__(self, metrics: PluginMetrics) -> None:
         self.metrics = metrics
@@ -106,7 +105,7 @@ _shown: _Shown | None = None
 
 
 class SparkdraftStatLogger(StatLoggerBase):
-    """The entry point of the group vllm.stat_logger_plugins. Several engines of a process add to one set of numbers."""
+    """The entry point of the group vllm.stat_logger_plugins. All engines of a process share one set of metrics."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         global _shown

@@ -1,13 +1,31 @@
-"""The flags of llama.cpp's `llama-server` and `llama-cli`, and what each one is here."""
+"""What each flag of llama.cpp's `llama-server` and `llama-cli` means here.
+
+Flags without a counterpart are in llama_cpp_without.json.
+"""
 
 from __future__ import annotations
 
-from sparkdraft.bridges.llama_cpp.without import ONE_GPU, WITHOUT
-from sparkdraft.bridges.tables import SWITCH, Flag, Found, Server, always, field_of, first_key, flag_of, number, whole
+from pathlib import Path
+
+from sparkdraft.bridges.tables import (
+    SWITCH,
+    Flag,
+    Found,
+    Server,
+    always,
+    field_of,
+    first_key,
+    flag_of,
+    number,
+    whole,
+    without,
+)
 from sparkdraft.core import UserError
 
-KV = {"f32": "exact", "f16": "exact", "bf16": "exact", "q8_0": "fp8"}  # others have 4 or 5 bits
-ALL_LAYERS = 99  # what people write for all
+ONE_GPU = "a model runs on one GPU, or on the CPU, as a whole"
+WITHOUT = without(Path(__file__).with_name("llama_cpp_without.json"))
+KV = {"f32": "exact", "f16": "exact", "bf16": "exact", "q8_0": "fp8"}  # the others have 4 or 5 bits
+ALL_LAYERS = 99  # people write 99 or more for all
 DRAFTERS = "DFlash drafters, MTP heads and Gemma 4's assistants"
 GGUF_HEAD = "the head in a GGUF file is not read: `--drafter` with the hub id of the original model takes its head"
 
@@ -18,7 +36,7 @@ def _kv(text: str) -> Found:
 
 
 def _values(text: str) -> Found:
-    """Keys and values have one flag here: --cache-type-k decides."""
+    """Keys and values share one flag here, which --cache-type-k sets."""
     return Found(notes=[] if text in KV else ["--cache-type-v: keys and values have one format here, --kv"])
 
 
@@ -37,13 +55,13 @@ def _hub(text: str) -> Found:
 
 
 def _default(name: str) -> Flag:
-    """--gpt-oss-20b-default: the same model, as published."""
+    """A flag such as --gpt-oss-20b-default, for the published model."""
     repo = f"openai/{name}"
     return Flag((f"--{name}-default",), f"`--model {repo}`", "", SWITCH, lambda text: Found({"model": repo}))
 
 
 def _context(text: str) -> Found:
-    """llama.cpp shares its context among the slots; ours is of one request."""
+    """llama.cpp divides its context among the slots; ours is per request."""
     return Found({"context": whole(text)})
 
 
@@ -76,7 +94,7 @@ def _draft_model(text: str) -> Found:
 
 
 def _draft_max(text: str) -> Found:
-    """It is a maximum there, and a fixed depth here would be refused by a drafter that makes fewer drafts."""
+    """A maximum there. As a fixed depth here, a drafter that makes fewer drafts would refuse it."""
     if text == "0":
         return Found({"spec": "off"})
     whole(text)
