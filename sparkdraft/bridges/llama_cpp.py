@@ -28,6 +28,20 @@ KV = {"f32": "exact", "f16": "exact", "bf16": "exact", "q8_0": "fp8"}  # the oth
 ALL_LAYERS = 99  # people write 99 or more for all
 DRAFTERS = "DFlash drafters, MTP heads and Gemma 4's assistants"
 GGUF_HEAD = "the head in a GGUF file is not read: `--drafter` with the hub id of the original model takes its head"
+VARIABLES = (
+    ("LLAMA_ARG_MODEL", "--model"),
+    ("LLAMA_ARG_HF_REPO", "--hf-repo"),
+    ("LLAMA_ARG_HF_FILE", "--hf-file"),
+    ("LLAMA_ARG_CTX_SIZE", "--ctx-size"),
+    ("LLAMA_ARG_N_PARALLEL", "--parallel"),
+    ("LLAMA_ARG_BATCH", "--batch-size"),
+    ("LLAMA_ARG_THREADS", "--threads"),
+    ("LLAMA_ARG_N_GPU_LAYERS", "--n-gpu-layers"),
+    ("LLAMA_ARG_HOST", "--host"),
+    ("LLAMA_ARG_PORT", "--port"),
+    ("LLAMA_ARG_ALIAS", "--alias"),
+    ("LLAMA_API_KEY", "--api-key"),
+)
 
 
 def _kv(text: str) -> Found:
@@ -174,19 +188,5 @@ FLAGS = (
     Flag(("--flash-attn", "-fa"), "always on", "", read=always),
     Flag(("--no-mmproj",), "always so", "messages are text here", SWITCH, always),
     *WITHOUT,
-)
-VARIABLES = (
-    ("LLAMA_ARG_MODEL", "--model"),
-    ("LLAMA_ARG_HF_REPO", "--hf-repo"),
-    ("LLAMA_ARG_HF_FILE", "--hf-file"),
-    ("LLAMA_ARG_CTX_SIZE", "--ctx-size"),
-    ("LLAMA_ARG_N_PARALLEL", "--parallel"),
-    ("LLAMA_ARG_BATCH", "--batch-size"),
-    ("LLAMA_ARG_THREADS", "--threads"),
-    ("LLAMA_ARG_N_GPU_LAYERS", "--n-gpu-layers"),
-    ("LLAMA_ARG_HOST", "--host"),
-    ("LLAMA_ARG_PORT", "--port"),
-    ("LLAMA_ARG_ALIAS", "--alias"),
-    ("LLAMA_API_KEY", "--api-key"),
 )
 LLAMA_CPP = Server("llama.cpp", FLAGS, _no_words, "LLAMA_", VARIABLES, "127.0.0.1")

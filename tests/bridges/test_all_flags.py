@@ -1,7 +1,9 @@
-"""The tables know every flag that the other servers have: its names, and whether a value follows it."""
+"""The tables know every flag of the other servers: its names, and whether a value follows it. The docs show the
+tables."""
 
 from __future__ import annotations
 
+import runpy
 import shlex
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -18,6 +20,7 @@ from sparkdraft.core import UserError
 from sparkdraft.server.config import FIELDS, merge
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 SERVERS = [(VLLM, "vllm_0_32_flags.txt"), (LLAMA_CPP, "llama_cpp_flags.txt")]
 
 
@@ -156,3 +159,16 @@ def test_programs_of_llama_cpp(typed: str, printed: str) -> None:
 def test_what_a_chat_has_no_use_for_is_named() -> None:
     notes = read("llama-cli -m m.gguf -p Hi -n 32 --port 80").notes
     assert [note.partition(":")[0] for note in notes] == ["-p", "-n", "port"]
+
+
+def test_the_pages_have_the_tables_of_the_code() -> None:
+    made = runpy.run_path(str(ROOT / "tools/flag_table.py"))["tables"]()
+    assert {path.name for path, _, _ in made} == {"api.md", "plan.md", "from-vllm.md", "from-llama-cpp.md"}
+    for path, _, table in made:
+        assert table in path.read_text(encoding="utf-8"), f"{path.name}: run tools/flag_table.py"
+
+
+def test_no_cell_breaks_a_table() -> None:
+    for path, header, table in runpy.run_path(str(ROOT / "tools/flag_table.py"))["tables"]():
+        bars = header.splitlines()[0].count("|")
+        assert all(line.count("|") == bars for line in table.splitlines()), path.name

@@ -188,7 +188,7 @@ def test_a_flag_that_is_repeated_is_in_no_yaml_file(
     assert main(["export", "vllm", "--model", QWEN]) == 0
     assert shlex.split(capsys.readouterr().out.replace("\\\n", " "))[-4:] == own
     assert main(["export", "vllm", "--model", QWEN, "--form", "yaml"]) != 0
-    assert "--middleware is given twice, and a YAML file has a name once: give it once" in capsys.readouterr().err
+    assert "--middleware is given twice, which a YAML file cannot express: give it once" in capsys.readouterr().err
 
 
 def test_a_misspelt_backend_is_refused_and_an_unknown_one_is_named() -> None:

@@ -88,8 +88,8 @@ def test_parsers_are_those_of_the_family(model: str, parsers: tuple[str | None, 
     assert (flags.get("reasoning-parser"), flags["tool-call-parser"]) == parsers and flags["enable-auto-tool-choice"]
 
 
-def test_thoughts_are_read_only_where_a_model_thinks(tmp_path: Path) -> None:
-    """vLLM's parser takes all text for thoughts until they end."""
+def test_reasoning_is_parsed_only_where_a_model_writes_it(tmp_path: Path) -> None:
+    """vLLM's parser takes all text for reasoning until its end mark."""
     for title, template, parser in (
         ("mine", "{{ messages }}<think>", "qwen3"),
         ("mine", "{{ messages }}", None),
@@ -107,7 +107,7 @@ def test_thoughts_are_read_only_where_a_model_thinks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "parser", "said"),
     [
-        ("{{ messages }}", "hermes", "tools: the chat template knows none"),
+        ("{{ messages }}", "hermes", "tools: the chat template does not show tools"),
         ("{{ tools }}<tool_call>{{ messages[0].arguments }}", "hermes", ""),
         ("{{ tools }}<function=x><parameter=y>", "qwen3_xml", ""),
         ("{{ tools }}[AVAILABLE_TOOLS]", None, "tools: no parser of vLLM is known"),
@@ -152,7 +152,7 @@ def test_the_drafter_and_its_depth() -> None:
     for options in ({"spec": "off"}, {"drafter": "none"}):
         assert "speculative-config" not in exported(model=QWEN, **options).flags
     assert "makes 7 drafts at most" in refusal(Choices(), model=GEMMA, drafter=REDHAT, spec="8")
-    assert "has no MTP head that is known" in refusal(Choices(), model="Qwen/Qwen3-8B", drafter="mtp")
+    assert "no MTP head is known for Qwen/Qwen3-8B" in refusal(Choices(), model="Qwen/Qwen3-8B", drafter="mtp")
     assert "no mtp drafter is known" in refusal(Choices(method="mtp"), model="Qwen/Qwen3-8B")
 
 

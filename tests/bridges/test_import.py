@@ -302,14 +302,14 @@ def test_a_file_of_the_hub_is_named_with_its_repository() -> None:
         ("vllm serve m --speculative-config {method", "is not valid JSON"),
         ("vllm serve m --port --host x", "--port needs a value, and --host follows it"),
         ("vllm serve m --port", "--port needs a value, and nothing follows it"),
-        ("vllm serve m --port $PORT", "--port: $PORT is a variable, and nothing here gives it a value"),
+        ("vllm serve m --port $PORT", "--port: $PORT is a variable without a value here"),
         (
             "vllm serve m --speculative-config.num_speculative_tokens few",
             "--speculative-config: 'few' is not a whole number",
         ),
         (
             "vllm serve m --speculative-config.model a --speculative-config.model.revision b",
-            "--speculative-config.model.revision: 'model' has a value already, 'a', and can have no parts",
+            "--speculative-config.model.revision: 'model' already has the value 'a' and cannot have keys",
         ),
         ("vllm serve 'm", "No closing quotation"),
         ("vllm serve m tee", "'tee' follows no flag, and m is the model already"),
@@ -363,8 +363,8 @@ def test_a_service_of_a_command_is_refused() -> None:
 def test_a_flag_that_nobody_knows_is_named() -> None:
     found = read("vllm serve m --fancy 3 --dazzle")
     assert [note for note in found.notes if "not a flag of vLLM" in note] == [
-        "--fancy: not a flag of vLLM that is known here (its value is 3)",
-        "--dazzle: not a flag of vLLM that is known here",
+        "--fancy: not a known flag of vLLM (its value is 3)",
+        "--dazzle: not a known flag of vLLM",
     ]
 
 
@@ -421,7 +421,7 @@ def test_what_a_shell_fills_in_is_left_to_it(text: str, ours: str) -> None:
 def test_a_file_has_no_shell_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", "vllm serve $HOME/m --port 9 --api-key $KEY", "--toml"]) == 0
     out, notes = capsys.readouterr()
-    assert 'model = "$HOME/m"' in out and "model: $HOME/m is for a shell to fill in" in notes
+    assert 'model = "$HOME/m"' in out and "model: $HOME/m is filled in by a shell only" in notes
     assert main(["import", "vllm serve $HOME/m"]) == 0
     assert "fill in" not in capsys.readouterr().err
 
@@ -464,7 +464,7 @@ def test_the_yaml_file_of_vllm_is_its_flags(tmp_path: Path) -> None:
     )
     values = {"max_model_len": 16384, "served_name": "a,b", "api_key": "k", "drafter": "mtp"}
     assert read(str(file)).values == values
-    unread = "--config: not read where it is not here, in a container or in EXTRA_ARGS"
+    unread = "--config: not read in a container, in EXTRA_ARGS or where the file is missing"
     for text in (f"docker run i/vllm --model m --config {file}", f"EXTRA_ARGS='--config {file}' vllm serve m"):
         found = read(text)
         assert found.values == {"model": "m"} and unread in str(found.notes)

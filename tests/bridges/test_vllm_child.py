@@ -237,7 +237,7 @@ def test_a_child_that_dies_or_is_unwell_is_started_again(tmp_path: Path) -> None
         _, errors = process.communicate(timeout=PATIENT)
         assert "started again (restart 1), with exit status 9; it wrote nothing" in errors
         assert "/health has failed 3 times" in errors
-        assert "(restart 2), with exit status 137: killed by SIGKILL, often for want of memory; it wrote" in errors
+        assert "(restart 2), with exit status 137: killed by SIGKILL, often for lack of memory; it wrote" in errors
         assert process.returncode == 0 and "Traceback" not in errors
         assert not any(map(alive, json.loads(record.read_text())["pids"]))
 

@@ -23,6 +23,35 @@ from sparkdraft.util.names import alike
 
 LOOK_SECONDS = 160.0
 GAP = 2.0  # seconds between two readings of a cable's error counters
+MOST_SKEW = 1.0  # seconds
+LEAST_DISK = 1 << 30
+GIB = 1 << 30
+SAME_PACKAGES = {  # packages whose versions must agree, and how bad it is if they do not
+    "vllm": ("vLLM", Status.BROKEN, "ranks of two versions do not understand each other"),
+    "torch": ("torch", Status.BROKEN, "ranks of two versions do not understand each other"),
+    "nvidia-nccl-cu13": ("NCCL", Status.CHANGE, "ranks of two versions may hang"),
+    "nvidia-nccl-cu12": ("NCCL", Status.CHANGE, "ranks of two versions may hang"),
+    "sparkdraft": ("sparkdraft", Status.CHANGE, "its vLLM plugin runs in every rank"),
+}
+JUMBO = 9000
+LEAST_SPEED = 100_000  # Mbit/s of each of a port's twins
+ROCE_V2 = "RoCE v2"
+# Variables that people set on a Spark. A similar name that is not among them is a typo.
+NAMES = """
+    NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_IB_MERGE_NICS NCCL_IB_TIMEOUT NCCL_IB_RETRY_CNT NCCL_IB_TC
+    NCCL_IB_SL NCCL_IB_QPS_PER_CONNECTION NCCL_IB_ADDR_FAMILY NCCL_IB_ADDR_RANGE NCCL_IB_ROCE_VERSION_NUM
+    NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_CUDA_SUPPORT NCCL_SOCKET_IFNAME NCCL_SOCKET_FAMILY NCCL_SOCKET_NTHREADS
+    NCCL_NSOCKS_PERTHREAD NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DEBUG_FILE NCCL_ALGO NCCL_PROTO NCCL_NET NCCL_NET_PLUGIN
+    NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_SHM_DISABLE NCCL_BUFFSIZE
+    NCCL_NTHREADS NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MAX_CTAS NCCL_CROSS_NIC
+    NCCL_COLLNET_ENABLE NCCL_NVLS_ENABLE NCCL_CUMEM_ENABLE NCCL_DMABUF_ENABLE NCCL_LAUNCH_MODE NCCL_COMM_BLOCKING
+    NCCL_CONF_FILE NCCL_COMM_ID NCCL_HOSTID NCCL_IGNORE_CPU_AFFINITY NCCL_TOPO_FILE NCCL_GRAPH_FILE
+    NCCL_TUNER_PLUGIN NCCL_VERSION NCCL_RAS_ENABLE NCCL_BLOCKING_WAIT GLOO_SOCKET_IFNAME GLOO_SOCKET_FAMILY
+    VLLM_HOST_IP
+"""
+KNOWN = NAMES.split()
+SAME_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_IB_MERGE_NICS", "NCCL_BUFFSIZE")
+PREFIXES = ("NCCL_", "GLOO_")
 
 
 @dataclass(frozen=True)
@@ -80,18 +109,6 @@ def look_at(host: Host, spec: dict[str, Any]) -> Seen:
         ) from None
     latest = end - facts["seconds"]  # it began between `begin` and this
     return Seen(host, facts, "", facts["time"] - (begin + latest) / 2, abs(latest - begin) / 2)
-
-
-MOST_SKEW = 1.0  # seconds
-LEAST_DISK = 1 << 30
-GIB = 1 << 30
-SAME_PACKAGES = {  # packages whose versions must agree, and how bad it is if they do not
-    "vllm": ("vLLM", Status.BROKEN, "ranks of two versions do not understand each other"),
-    "torch": ("torch", Status.BROKEN, "ranks of two versions do not understand each other"),
-    "nvidia-nccl-cu13": ("NCCL", Status.CHANGE, "ranks of two versions may hang"),
-    "nvidia-nccl-cu12": ("NCCL", Status.CHANGE, "ranks of two versions may hang"),
-    "sparkdraft": ("sparkdraft", Status.CHANGE, "its vLLM plugin runs in every rank"),
-}
 
 
 def judge(seen: Sequence[Seen], memory_fraction: float = 0.0) -> list[Finding]:
@@ -206,11 +223,6 @@ def _finding(seen: Seen, name: str, value: str, status: Status = Status.FINE, ad
     return Finding(seen.host.label, name, value, status, advice)
 
 
-JUMBO = 9000
-LEAST_SPEED = 100_000  # Mbit/s of each of a port's twins
-ROCE_V2 = "RoCE v2"
-
-
 def judge_interfaces(seen: Seen) -> Iterator[Finding]:
     spec, label, known = seen.host.spec, seen.host.label, seen.facts["interfaces"]
     if not seen.facts["has_ip"]:
@@ -319,24 +331,6 @@ def _twin(name: str) -> str:
 def _listed(names: object) -> str:
     assert hasattr(names, "__iter__")
     return ", ".join(sorted(str(each) for each in names if each)) or "none"
-
-
-# Variables that people set on a Spark. A similar name that is not among them is a typo.
-NAMES = """
-    NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_IB_MERGE_NICS NCCL_IB_TIMEOUT NCCL_IB_RETRY_CNT NCCL_IB_TC
-    NCCL_IB_SL NCCL_IB_QPS_PER_CONNECTION NCCL_IB_ADDR_FAMILY NCCL_IB_ADDR_RANGE NCCL_IB_ROCE_VERSION_NUM
-    NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_CUDA_SUPPORT NCCL_SOCKET_IFNAME NCCL_SOCKET_FAMILY NCCL_SOCKET_NTHREADS
-    NCCL_NSOCKS_PERTHREAD NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DEBUG_FILE NCCL_ALGO NCCL_PROTO NCCL_NET NCCL_NET_PLUGIN
-    NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_SHM_DISABLE NCCL_BUFFSIZE
-    NCCL_NTHREADS NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MAX_CTAS NCCL_CROSS_NIC
-    NCCL_COLLNET_ENABLE NCCL_NVLS_ENABLE NCCL_CUMEM_ENABLE NCCL_DMABUF_ENABLE NCCL_LAUNCH_MODE NCCL_COMM_BLOCKING
-    NCCL_CONF_FILE NCCL_COMM_ID NCCL_HOSTID NCCL_IGNORE_CPU_AFFINITY NCCL_TOPO_FILE NCCL_GRAPH_FILE
-    NCCL_TUNER_PLUGIN NCCL_VERSION NCCL_RAS_ENABLE NCCL_BLOCKING_WAIT GLOO_SOCKET_IFNAME GLOO_SOCKET_FAMILY
-    VLLM_HOST_IP
-"""
-KNOWN = NAMES.split()
-SAME_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_IB_MERGE_NICS", "NCCL_BUFFSIZE")
-PREFIXES = ("NCCL_", "GLOO_")
 
 
 def environment_of(seen: Seen) -> dict[str, str]:

@@ -29,6 +29,10 @@ ENGINE = "vllm"
 PER_LAYER, PER_STEP = 2, 2  # all-reduces
 NO_GAIN = 1.1  # speed-up below which more machines are not worth it
 ITEMSIZE = 2  # bytes per added number
+SECONDS = 120.0  # for all of it: importing torch, connecting, measuring
+REPEATS = 20
+LARGE = 64  # tokens of the larger size, which gives the time per byte
+POLL = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +215,6 @@ def _compared(fewer: Case, more: Case) -> str:
 
 def shown_time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-SECONDS = 120.0  # for all of it: importing torch, connecting, measuring
-REPEATS = 20
-LARGE = 64  # tokens of the larger size, which gives the time per byte
-POLL = 0.2
 
 
 def measure(

@@ -39,6 +39,25 @@ SHARED = (
     "rdma",
     "environment",
 )  # keys of a host, or at the top for all hosts
+CONNECT_SECONDS = 10
+OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": CONNECT_SECONDS,
+    "ServerAliveInterval": 5,
+    "ServerAliveCountMax": 3,
+    "LogLevel": "ERROR",
+}
+NO_CONNECTION = 255  # exit status of ssh itself
+COPY_SECONDS = 30.0
+NODE = Path(__file__).parent / "node"
+MAIN = b"import sys\n\nfrom node.__main__ import main\n\nsys.exit(main())\n"
+# What to do about an error of ssh, by a part of its text.
+ADVICE = {
+    "Permission denied": "give this user's key to it once: ssh-copy-id {0}",
+    "Host key verification failed": "accept its key once: ssh {0}",
+    "Could not resolve hostname": "correct the address in the hosts file",
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "remove the old key if the machine is a new one: ssh-keygen -R {0}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,27 +180,6 @@ def _typed(what: str, value: Any, kind: type) -> Any:
     if isinstance(value, int | float) and value < 0:
         raise UserError(f"{what} is {value}; it must be 0 or more")
     return value
-
-
-CONNECT_SECONDS = 10
-OPTIONS = {
-    "BatchMode": "yes",
-    "ConnectTimeout": CONNECT_SECONDS,
-    "ServerAliveInterval": 5,
-    "ServerAliveCountMax": 3,
-    "LogLevel": "ERROR",
-}
-NO_CONNECTION = 255  # exit status of ssh itself
-COPY_SECONDS = 30.0
-NODE = Path(__file__).parent / "node"
-MAIN = b"import sys\n\nfrom node.__main__ import main\n\nsys.exit(main())\n"
-# What to do about an error of ssh, by a part of its text.
-ADVICE = {
-    "Permission denied": "give this user's key to it once: ssh-copy-id {0}",
-    "Host key verification failed": "accept its key once: ssh {0}",
-    "Could not resolve hostname": "correct the address in the hosts file",
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "remove the old key if the machine is a new one: ssh-keygen -R {0}",
-}
 
 
 class Done(NamedTuple):

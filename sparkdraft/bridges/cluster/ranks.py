@@ -23,6 +23,9 @@ from sparkdraft.core import UserError
 
 TENSOR, PIPELINE = "tensor", "pipeline"
 SIZES = {TENSOR: "tensor-parallel-size", PIPELINE: "pipeline-parallel-size"}
+LAST_LINES = 30
+SILENT_SECONDS = 5.0  # a machine that was silent for so long is not waited for
+END_SECONDS = 10.0  # after the drain until ssh is killed; the machine's own timer then ends the rank
 
 
 def rank_words(command: VllmCommand, cluster: Cluster, rank: int, parallel: str) -> list[str]:
@@ -57,11 +60,6 @@ def rank_environment(host: HostSpec, ready_seconds: float) -> dict[str, str]:
     if host.gid_index is not None:
         found["NCCL_IB_GID_INDEX"] = str(host.gid_index)
     return found | dict(host.environment)
-
-
-LAST_LINES = 30
-SILENT_SECONDS = 5.0  # a machine that was silent for so long is not waited for
-END_SECONDS = 10.0  # after the drain until ssh is killed; the machine's own timer then ends the rank
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,15 @@ from sparkdraft.core import UserError
 from sparkdraft.weights.hub import cache_dir
 
 STARTING, READY, RESTARTING, ENDING, DOWN, FAILED = "starting", "ready", "restarting", "ending", "down", "failed"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that end the supervisor
+BEAT = 0.5  # seconds between heartbeats
+WRITE = 2.0  # seconds between updates of the state file
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # before a restart: a Spark frees memory up to a minute after a process ended
+ANSWER_SECONDS = 15.0  # for a machine to answer before a restart
+RETURN_SECONDS = 900.0  # for a machine that does not answer to come back
+WINDOW = 3600.0  # seconds in which restarts are counted
+PATIENCE = 180.0  # seconds for requests to finish and all ranks to end
+SWEEP_SECONDS = 30.0
 
 
 @dataclass
@@ -104,15 +113,6 @@ class Run:
         with suppress(OSError):  # a full disk must not end a server
             new.write_text(json.dumps(asdict(self.state), indent=1), encoding="utf-8")
             os.replace(new, self.folder / "state.json")
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that end the supervisor
-BEAT = 0.5  # seconds between heartbeats
-WRITE = 2.0  # seconds between updates of the state file
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # before a restart: a Spark frees memory up to a minute after a process ended
-ANSWER_SECONDS = 15.0  # for a machine to answer before a restart
-RETURN_SECONDS = 900.0  # for a machine that does not answer to come back
-WINDOW = 3600.0  # seconds in which restarts are counted
 
 
 class Supervisor:
@@ -248,10 +248,6 @@ def _blame(rank: Rank) -> int:
     if rank.ended is None:
         return 0
     return 1 if rank.ended["status"] < 0 else 2
-
-
-PATIENCE = 180.0  # seconds for requests to finish and all ranks to end
-SWEEP_SECONDS = 30.0
 
 
 def end_run(cluster: Cluster, say: Callable[[str], None], patience: float = PATIENCE) -> list[str]:

@@ -86,6 +86,8 @@ FRONT = ("max_body", "allowed_hosts", "allow_public", "canary")  # handled by ou
 PART = "speculative-config."  # prefix of a single key that is handed on
 SPEC_METRICS = (0, 29, 0)  # the first version with acceptance per request
 QUEUE = (0, 32, 0)  # the first version known to limit waiting requests
+KEY_FILE = "/etc/sparkdraft/vllm.env"
+GRACE = 30  # seconds after the drain until systemd kills the service
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,10 +370,6 @@ def _is_set(config: ServerConfig, name: str) -> bool:
 
 def _value(config: ServerConfig, name: str) -> Any:
     return getattr(config.engine if hasattr(config.engine, name) else config, name)
-
-
-KEY_FILE = "/etc/sparkdraft/vllm.env"
-GRACE = 30  # seconds after the drain until systemd kills the service
 
 
 def shell(command: VllmCommand) -> str:

@@ -29,6 +29,14 @@ from sparkdraft.weights.hub import portable_name
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # some layers are recurrent
 WINDOWED = ("gemma3", "gemma4", "gpt_oss")  # some layers have a sliding window
 FORMATS = (("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("int4|awq|gptq|autoround|w4a16", "int4"), ("fp8", "fp8"))
+METHODS = ("auto", "dflash", "mtp", "ngram")
+ORDER = ("dflash", "mtp", "dflash2", "dspark")  # preference of auto: the longest established first
+NGRAM_DEPTH = 7
+# Drafts per step of an MTP head that is not in drafters/pairs.json, and of Gemma 4's assistants, whose best number of
+# drafts on a DGX Spark was 4 (80 tok/s; 67 with 2, 72 with 6).
+HEAD_DEPTH = 4
+SCHEDULER = "--scheduler-cls sparkdraft.bridges.vllm.plugin.scheduler.DepthScheduler, where this package is beside vLLM"
+NAMES = {"dflash2": "dflash", "assistant": "mtp"}  # vLLM's names where they differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +111,6 @@ def _weights(name: str, config: dict[str, Any]) -> str:
     return next(
         (kind for words, kind in FORMATS if re.search(words, text.lower())), "mxfp4" if "gpt-oss" in name else ""
     )
-
-
-METHODS = ("auto", "dflash", "mtp", "ngram")
-ORDER = ("dflash", "mtp", "dflash2", "dspark")  # preference of auto: the longest established first
-NGRAM_DEPTH = 7
-# Drafts per step of an MTP head that is not in drafters/pairs.json, and of Gemma 4's assistants, whose best number of
-# drafts on a DGX Spark was 4 (80 tok/s; 67 with 2, 72 with 6).
-HEAD_DEPTH = 4
-SCHEDULER = "--scheduler-cls sparkdraft.bridges.vllm.plugin.scheduler.DepthScheduler, where this package is beside vLLM"
-NAMES = {"dflash2": "dflash", "assistant": "mtp"}  # vLLM's names where they differ
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,13 @@ EVENT = b"\x1e"
 BEAT = 0.5  # seconds between heartbeats, and between scans for child processes
 MOST_WAITING = 10_000  # lines queued for a slow reader; later ones are only logged
 NO_PROGRAM = 127
+MOST_BYTES = 64 << 20  # then it is renamed to .1, replacing an older one
+COUNTERS = re.compile(rb"^vllm:(?:generation_tokens|prompt_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
+READY_POLL = 0.5
+BUSY = (408, 429)  # overloaded: the same as no answer
+NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
+# without a proxy: the server is on this machine
+OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class Speaker:
@@ -172,9 +179,6 @@ def _pump(child: subprocess.Popen[bytes], log: Log, speaker: Speaker) -> None:
     log.close()
 
 
-MOST_BYTES = 64 << 20  # then it is renamed to .1, replacing an older one
-
-
 class Log:
     """A log that is cut when it grows. A full disk ends the log but not the command."""
 
@@ -202,14 +206,6 @@ class Log:
         if self._file:
             self._file.close()
         self._file = None
-
-
-COUNTERS = re.compile(rb"^vllm:(?:generation_tokens|prompt_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
-READY_POLL = 0.5
-BUSY = (408, 429)  # overloaded: the same as no answer
-NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
-# without a proxy: the server is on this machine
-OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 def watch(spec: dict[str, Any], say: Callable[..., None], running: Callable[[], bool]) -> None:

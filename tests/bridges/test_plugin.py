@@ -1,10 +1,11 @@
-"""The plugin's patches without vLLM: which versions need which, that they wait for their module, and each of them on a
-module that looks like the broken one and on one that looks mended."""
+"""The plugin's patches without vLLM: the versions that need them, that they wait for their module, and each of them
+on a module like the broken one and on one like a fixed one. And the choice of depth over another engine's steps."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from sparkdraft.bridges.vllm import plugin
+from sparkdraft.bridges.vllm.plugin.depth_steps import DepthSteps, usual_depths
 from sparkdraft.bridges.vllm.plugin.patches import (
     APPLIED,
     FAILED,
@@ -64,7 +66,7 @@ def test_patches_are_left_out_by_name_and_a_wrong_name_is_reported() -> None:
     assert patches.states == {TURBO: SKIPPED, KEYS: WAITING}
     assert len(said) == 1 and "no patch is named gemma; there are" in said[0] and KEYS in said[0]
     said.clear()
-    assert set(Patches(PATCHES, "", "", said.append).states.values()) == {FAILED} and "no version" in said[0]
+    assert set(Patches(PATCHES, "", "", said.append).states.values()) == {FAILED} and "is not a version" in said[0]
 
 
 def _module(folder: Path, name: str, source: str) -> str:
@@ -144,13 +146,13 @@ class _Builder:
         pass
 
 
-def test_batches_that_verify_are_not_recorded_with_turboquant() -> None:
+def test_verify_batches_get_no_graphs_with_turboquant() -> None:
     module: Any = SimpleNamespace(
         __name__="turboquant_attn", TurboQuantMetadataBuilder=_Builder, AttentionCGSupport=_Support
     )
     BY_NAME[TURBO].apply(module)
     assert _Builder._cudagraph_support == _Support.UNIFORM_SINGLE_TOKEN_DECODE
-    assert "not recorded anyway" in _refused(TURBO, module)
+    assert "no graphs are captured of such batches" in _refused(TURBO, module)
     module.TurboQuantMetadataBuilder = _Support
     assert "handled as decoding" in _refused(TURBO, module)
 
@@ -182,9 +184,59 @@ def test_keys_are_normed_by_layer_on_a_cpu_whose_kernel_does_not() -> None:
     for other in (module(is_cpu=False), module(norm=right)):
         with pytest.raises(DoesNotConcern):
             BY_NAME[KEYS].apply(other)
-    assert "not normed by" in _refused(KEYS, module(model=object))
+    assert "not normalised by" in _refused(KEYS, module(model=object))
     BY_NAME[KEYS].apply(module())
     keys, weights = torch.randn(3, 4, 2, 16), torch.randn(3, 16)
     expected = torch.empty_like(keys)
     right(expected, keys, weights, 1e-6)
     assert torch.allclose(_Keys(weights)._normalize_context_k(keys), expected)
+
+
+def steps_of(
+    chance: float, steps: int = 300, num: int = 1, most: int = 15, row: float = 0.05
+) -> tuple[list[int], float]:
+    """Depths of the steps of 'num' requests whose drafts are accepted by chance, and the tokens a second. A draft costs
+    'row' of a plain step."""
+    noise, depths, now, tokens = random.Random(1), DepthSteps(most), 0.0, num
+    seen: list[int] = []
+    wanted = {f"r{i}": 0 for i in range(num)}
+    for step in range(steps):
+        wanted = depths.choose(dict.fromkeys(wanted, 100 + step))
+        deepest = max(wanted.values())
+        now += 1.0 + row * sum(wanted.values())
+        for name, depth in wanted.items():
+            accepted = next((i for i in range(depth) if noise.random() > chance), depth)
+            depths.verified(name, depth, accepted)
+            tokens += 1 + accepted
+        depths.ended(now, [*wanted.values()], num, 100 + step, is_pure=True)
+        seen.append(deepest)
+    depths.finished(wanted)
+    return seen, tokens / now
+
+
+def test_the_depths_are_those_of_our_engine() -> None:
+    assert usual_depths(15) == [0, 1, 3, 7, 15] and usual_depths(1) == [0, 1] and usual_depths(4) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_easy_text_is_drafted_and_hard_text_is_not(num: int) -> None:
+    easy, fast = steps_of(0.95, num=num)
+    hard, slow = steps_of(0.02, num=num, row=0.3)
+    assert sorted(easy)[len(easy) // 2] >= 7 and fast > 2.5 * num
+    assert sum(depth > 0 for depth in hard) < len(hard) / 5 and slow > 0.93 * num, "pausing costs next to nothing"
+
+
+def test_only_given_depths_are_chosen_and_odd_reports_do_no_harm() -> None:
+    depths = DepthSteps(7, [7, 7, 2])
+    for step in range(200):
+        chosen = depths.choose({"a": 50 + step})
+        assert chosen["a"] in (0, 2, 7)
+        depths.verified("a", chosen["a"], chosen["a"])
+        depths.verified("never chosen", 3, 1)
+        depths.ended(step + 1.0, [chosen["a"]], 1, 50 + step, is_pure=step % 7 != 0)
+    depths.idle()
+    depths.ended(1000.0, [], 1, 10, is_pure=True)  # the pause before it is no step
+    depths.ended(1000.0, [], 1, 10, is_pure=True)
+    depths.ended(1000.5, [], 0, 0, is_pure=True)
+    depths.finished(["a", "a", "unknown"])
+    assert depths.choose({}) == {}
