@@ -362,7 +362,7 @@ def test_a_service_of_a_command_is_refused() -> None:
 
 def test_a_flag_that_nobody_knows_is_named() -> None:
     found = read("vllm serve m --fancy 3 --dazzle")
-    assert [note for note in found.notes if "not a flag of vLLM" in note] == [
+    assert [note for note in found.notes if "not a known flag of vLLM" in note] == [
         "--fancy: not a known flag of vLLM (its value is 3)",
         "--dazzle: not a known flag of vLLM",
     ]
