@@ -4,8 +4,8 @@ those of other servers, from sparkdraft/bridges.
 
     python tools/flag_table.py
 
-tests/server/test_config.py, tests/cli/test_plan_command.py and tests/bridges/test_all_flags.py compare the docs with the
-tables, so a flag that is added or changed without this fails.
+tests/server/test_config.py, tests/cli/test_plan_command.py and tests/bridges/test_all_flags.py compare the docs with
+the tables, so a flag that is added or changed without this fails.
 """
 
 from __future__ import annotations
