@@ -1,6 +1,6 @@
 """How a request is sampled where it names nothing: the model's own values, or what the user sets instead.
 
-Hugging Face models have a `generation_config.json`, and weights/gguf_sampling.py gives GGUF files the same keys. The
+Hugging Face models have a `generation_config.json`, and weights/gguf.py gives GGUF files the same keys. The
 server uses these values for every field that a request leaves out; `LLM.default_params` gives them to Python programs.
 No torch.
 """

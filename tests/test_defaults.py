@@ -12,7 +12,7 @@ from sparkdraft.core import UserError
 from sparkdraft.defaults import describe, model_defaults, parse, resolve, usable_defaults
 from sparkdraft.llm import LLM
 from sparkdraft.weights.checkpoint import open_checkpoint
-from sparkdraft.weights.gguf_sampling import sampling_of
+from sparkdraft.weights.gguf import sampling_of
 from tests.models.tiny import write_tiny
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "pad_token_id": 0}

@@ -33,8 +33,8 @@ from sparkdraft.kernels.ops import (
     RopeArgs,
     Routing,
 )
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.linear import ExpertLinear
+from sparkdraft.weights.quant.stored import GroupQuant
 
 LAYERS, HIDDEN, INTER, VOCAB = 30, 576, 1536, 49152
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16

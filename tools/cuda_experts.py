@@ -42,8 +42,7 @@ from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
 from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
 from sparkdraft.operate.tune.tiles import TileSearch, expert_tiles, seconds
-from sparkdraft.weights.experts import DenseExperts
-from sparkdraft.weights.linear import DenseLinear
+from sparkdraft.weights.linear import DenseExperts, DenseLinear
 
 if DRY:
     import tests.kernels.triton_device  # noqa: F401  # mends the interpreter

@@ -41,8 +41,7 @@ from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed, Routing
 from sparkdraft.operate.bench.coded import random_coded as sane_coded
 from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
 from sparkdraft.operate.tune.tiles import COLD_BYTES, TileSearch, coded_tiles, expert_tiles, seconds, wide_tiles
-from sparkdraft.weights.experts import DenseExperts, ExpertLinear
-from sparkdraft.weights.linear import DenseLinear, Linear
+from sparkdraft.weights.linear import DenseExperts, DenseLinear, ExpertLinear, Linear
 from sparkdraft.weights.planes import Planes, pack
 from tests.weights.formats_of_codes import FORMATS, random_coded
 

@@ -41,8 +41,7 @@ from sparkdraft.kernels.cuda.moe import routing
 from sparkdraft.kernels.ops import SILU, AttentionParams, AttentionView, Norm, Normed, Routing
 from sparkdraft.operate.bench.coded import random_coded
 from sparkdraft.operate.tune.tiles import COLD_BYTES, forget, seconds
-from sparkdraft.weights.experts import DenseExperts, ExpertLinear
-from sparkdraft.weights.linear import DenseLinear, WeightTiles
+from sparkdraft.weights.linear import DenseExperts, DenseLinear, ExpertLinear, WeightTiles
 from sparkdraft.weights.planes import pack
 
 if DRY:

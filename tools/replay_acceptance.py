@@ -46,7 +46,7 @@ from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.operate.bench.accept import LOOP
 from sparkdraft.operate.bench.weights import FLOATS, FloatCheckpoint
-from sparkdraft.text.loops import loop_start
+from sparkdraft.text.repetition import loop_start
 from sparkdraft.train.corpus import Corpus
 
 TEXTS, TALKS = (Path(__file__).with_name(name) for name in ("responses.npz", "conversations.npz"))

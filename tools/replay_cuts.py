@@ -36,7 +36,7 @@ from sparkdraft.speculation.confidence import Confidence
 from sparkdraft.speculation.cut import best_cuts, survivals
 from sparkdraft.speculation.depth import FIRST_FIT, DepthController
 from sparkdraft.speculation.step_costs import interpolate
-from sparkdraft.text.loops import loop_start
+from sparkdraft.text.repetition import loop_start
 
 DEPTHS = [0, 1, 3, 7, 15]
 OUTPUT = 96  # tokens of a sampled text

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.operate.bench.accept import LOOP
-from sparkdraft.text.loops import loop_start
+from sparkdraft.text.repetition import loop_start
 from sparkdraft.train.batches import TrainBatch
 from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.fit import Trainer, stream_of

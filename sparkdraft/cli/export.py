@@ -126,7 +126,7 @@ def run(args: Namespace) -> int:
 
 def _safetensors(args: Namespace) -> int:
     from sparkdraft.weights.checkpoint import open_checkpoint
-    from sparkdraft.weights.convert import write_checkpoint
+    from sparkdraft.weights.safetensors import write_checkpoint
 
     with progress(f"writing {args.model}") as report:
         write_checkpoint(open_checkpoint(args.model), Path(args.out), args.dtype, report)

@@ -58,7 +58,7 @@ def quantised_lines() -> list[str]:
 def pair_lines() -> list[str]:
     """Targets, and under each its drafters, with what is known of them."""
     from sparkdraft.drafters import pairs
-    from sparkdraft.weights.hub_repo import cached_snapshot
+    from sparkdraft.weights.hub import cached_snapshot
 
     def here(repo: str) -> str:
         return " (cached)" if repo and cached_snapshot(repo) else ""

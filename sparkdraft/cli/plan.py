@@ -220,7 +220,7 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
     from sparkdraft.drafters.choice import pick
     from sparkdraft.drafters.mtp_config import MtpConfig, check_names
     from sparkdraft.weights.checkpoint import HUB_ID, tensor_names
-    from sparkdraft.weights.hub_repo import cached_snapshot
+    from sparkdraft.weights.hub import cached_snapshot
 
     folder: Path | None = user_path(model_name)
     if folder and not folder.exists():

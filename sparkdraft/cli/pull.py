@@ -28,7 +28,7 @@ def run(args: Namespace) -> int:
         print(hub.fetch(args.model))  # its drafter is in the package
         return 0
     from sparkdraft.weights.checkpoint import HUB_ID
-    from sparkdraft.weights.hub_repo import pull
+    from sparkdraft.weights.hub import pull
 
     repo, _, file = args.model.partition(":")
     if not HUB_ID.fullmatch(repo):

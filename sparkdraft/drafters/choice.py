@@ -17,7 +17,7 @@ from sparkdraft.drafters import pairs
 from sparkdraft.drafters.mtp_config import MTP, has_head
 from sparkdraft.drafters.packaged import EMBEDDED, default_drafter
 from sparkdraft.models.common.config import ModelConfig
-from sparkdraft.weights.hub_repo import cached_snapshot
+from sparkdraft.weights.hub import cached_snapshot
 
 WITHOUT = "--drafter none goes without"
 Found = TypeVar("Found")

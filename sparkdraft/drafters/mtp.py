@@ -26,8 +26,7 @@ from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, Ga
 from sparkdraft.models.common.experts import load_experts
 from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.models.common.rope import RopeTables
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import ExpertLinear, Linear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.stored import Stored
 

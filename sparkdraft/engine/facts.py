@@ -21,8 +21,7 @@ from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.layers import ExpertsSpec, RecurrentSpec
 from sparkdraft.plan.memory import RECORDINGS
 from sparkdraft.plan.resolve import ITEMSIZE, Plan
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import ExpertLinear, Linear
 
 CUT = "blocks of drafts"  # the name of a fact
 

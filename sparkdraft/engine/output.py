@@ -9,10 +9,9 @@ tensors.
 from __future__ import annotations
 
 from sparkdraft.core import REPETITION, FinishReason, Request, StepOutput, TokenLogprob
-from sparkdraft.text.detokenize import Detokenizer
+from sparkdraft.text.detokenize import Detokenizer, StopFinder
 from sparkdraft.text.grammar import GrammarState
 from sparkdraft.text.repetition import interval, repeats
-from sparkdraft.text.stops import StopFinder
 from sparkdraft.text.tokenizer import Vocabulary
 
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparkdraft.kernels.turboquant.store import CodedLayer
-    from sparkdraft.weights.experts import ExpertLinear
-    from sparkdraft.weights.linear import Linear, WeightTiles
+    from sparkdraft.weights.linear import ExpertLinear, Linear, WeightTiles
     from sparkdraft.weights.quant.stored import Stored
 
 

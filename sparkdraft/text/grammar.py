@@ -1,8 +1,8 @@
 """Text that must follow a grammar: which ids may come next, as one bit per id of the vocabulary.
 
 llguidance parses bytes and knows the bytes of every id. A `Grammar` is compiled once and shared; a `GrammarState`
-follows one request's output. A state can look ahead along drafts and return, so each drafted row has the mask that
-plain decoding would have had in its place. The sampler applies the masks to logits.
+follows one request's output. A state can look ahead along drafts and return, so each drafted token has the mask that
+plain decoding would have given it. The sampler applies the masks to logits.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import math
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparkdraft.core import GrammarSpec, TryLater, UserError
-from sparkdraft.text.numbers import NumberBounds
 from sparkdraft.text.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
+
 
 MAX_BYTES = 64 * 1024  # of a schema or a grammar as text
 MAX_DEPTH = 100  # nesting of objects and arrays: the compiler's own reader gives up at 123
@@ -50,6 +50,11 @@ NUM_WALKS, NUM_STEPS = 16, 8  # how often and how far a new grammar is tried out
 DEEP_STACK = 256 << 20  # the compiler recurses along a schema's references: 64 KB of them overflow a usual stack
 EMPTY = ("NoExtension", "NoExtensionBias")  # llguidance's names where no token can follow
 COMPLEX = {"LexerTooComplex": "its strings have too many states", "ParserTooComplex": "it has too many alternatives"}
+INTEGER_DIGITS, FRACTION_DIGITS, EXPONENT_DIGITS = 18, 17, 2
+SPELLINGS = frozenset('0123456789"<')  # how a token begins whose bytes begin with a digit or a quote ("<0x31>")
+TAIL = 64  # bytes of text that are looked at: more than the longest number
+DIGITS, NUMBER = b"0123456789", b"0123456789+-.eE"
+BEFORE_NUMBER = b" \n\t\r,:["  # within a string other characters may precede digits too
 NAMES = {"json_object": "JSON", "json_schema": "the JSON schema", "regex": "the regex", "lark": "the grammar"}
 
 Mask = NDArray[np.uint8]
@@ -357,3 +362,60 @@ def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
 
 _stack_lock = threading.Lock()
 _late: list[threading.Thread] = []
+
+
+class NumberBounds:
+    """Bounds the numbers of JSON: without bounds, small models at temperature 0 write digits until they are stopped.
+
+    18 digits of an integer part fit into 64 bits; 17 of a fraction and 2 of an exponent keep a double finite. The
+    grammar compiler has no such option, so tokens whose digits would exceed a bound are removed from its mask, except
+    where nothing else may follow: a schema's `minimum`, `const` or `multipleOf` can ask for a longer number. One object
+    serves all grammars of a model.
+    """
+
+    def __init__(self, tokenizer: Vocabulary, vocab: Mapping[str, int], vocab_size: int) -> None:
+        """vocab: the tokens as the tokenizer's file spells them."""
+        self._tokenizer = tokenizer
+        self._leading = np.zeros(vocab_size, np.uint8)  # digits that each token begins with
+        quotes = np.zeros(vocab_size, bool)
+        for name, token in vocab.items():
+            if name[:1] not in SPELLINGS or not 0 <= token < vocab_size:
+                continue
+            data = tokenizer.token_bytes(token)
+            if data[:1].isdigit():
+                self._leading[token] = min(len(data) - len(data.lstrip(DIGITS)), 255)
+            elif data[:1] == b'"':
+                quotes[token] = True
+        self._quotes = np.packbits(quotes, bitorder="little")
+        self._longest = int(self._leading.max(initial=0))
+        self._kept: dict[int, Mask] = {}  # by room: the tokens that begin with no more digits
+
+    def tail(self, tail: bytes, ids: Sequence[int]) -> bytes:
+        """The end of the text after these ids, of which 'tail' was the end before."""
+        return (tail + b"".join(map(self._tokenizer.token_bytes, ids)))[-TAIL:]
+
+    def apply(self, mask: Mask, tail: bytes) -> None:
+        """Remove the tokens that would exceed a bound after a text with this end."""
+        room = _room(tail)
+        if room is None or room >= self._longest or (mask & self._quotes).any():  # a quote is possible: in a string
+            return
+        bounded = mask & self._at_most(max(room, 0))
+        if bounded.any():
+            mask[:] = bounded
+
+    def _at_most(self, room: int) -> Mask:
+        if room not in self._kept:
+            self._kept[room] = np.packbits(self._leading <= room, bitorder="little")
+        return self._kept[room]
+
+
+def _room(tail: bytes) -> int | None:
+    """How many more digits the number at the end of a text may have; None if no number is there."""
+    before = tail.rstrip(DIGITS)
+    count = len(tail) - len(before)
+    start = tail.rstrip(NUMBER)
+    if start == tail or (start and start[-1] not in BEFORE_NUMBER):
+        return None
+    if before.endswith((b"e", b"E", b"e+", b"e-", b"E+", b"E-")):
+        return EXPONENT_DIGITS - count
+    return (FRACTION_DIGITS if before.endswith(b".") else INTEGER_DIGITS) - count

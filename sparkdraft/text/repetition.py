@@ -1,29 +1,39 @@
-"""Finds out that a text repeats itself, so that the engine can end it: small models at temperature 0 often do until
-they are stopped.
+"""Repetition in token ids: small models at temperature 0 often repeat themselves until they are stopped.
 
-A text repeats itself if its last ids are one pattern, `min_count` times in a row and without a change, and at least
-`min_tokens` of them only repeat the pattern before. It is looked at only at lengths that are multiples of `interval`:
-these do not depend on how many ids a step commits, so drafted text ends where plain text does.
+`repeats` tells the engine to end such a text: its last ids are one pattern, `min_count` times in a row, and at least
+`min_tokens` of them repeat the pattern before. It is checked only at lengths that are multiples of `interval`, which do
+not depend on how many ids a step commits, so drafted text ends where plain text does.
+
+`find_loops` finds where a finished text begins to loop: training cuts the loop, and the evaluation does not count it,
+because loops are easy to draft. `ends_in_loop` answers yes or no for many texts on their device.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from sparkdraft.core import Repetition
 
-GLANCE = 8  # ids that are looked for before all of them are compared
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GLANCE = 8  # ids to search for before all of them are compared
 WIDTH = array("i").itemsize
 
 
 def interval(rule: Repetition) -> int:
-    """After how many ids the text is looked at again: one by one for short patterns, 16 for a rule of 200 tokens."""
+    """The number of ids between checks: 1 for short patterns, 16 for a rule of 200 tokens."""
     return max(1, _needed(rule, max(rule.min_pattern_size, 1)) // 12)
 
 
 def repeats(ids: list[int], rule: Repetition) -> bool:
-    """Whether ids end in a repetition. Ids are compared as bytes: earlier places of the last few, each of which is a
-    pattern's length to try, are found in some microseconds."""
+    """Whether ids end in a repetition. Ids are searched as bytes for earlier places of the last few, each of which
+    gives a pattern length to try: this takes some microseconds."""
     shortest = max(rule.min_pattern_size, 1)
     if len(ids) < shortest + _needed(rule, shortest):
         return False
@@ -50,3 +60,48 @@ def _bytes(ids: list[int], count: int) -> bytes:
 
 def _repeats(data: bytes, size: int, count: int) -> bool:
     return len(data) >= count + size and data[-count:] == data[-count - size : -size]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopRule:
+    max_period: int  # longer periods are not looked for
+    min_repeated: int  # ids that must repeat, and never fewer than one period
+
+
+class Loop(NamedTuple):
+    start: int  # the first id that only repeats: ids[i] == ids[i - period] from here to the end
+    period: int
+
+
+def find_loops(ids: Sequence[int] | np.ndarray, rule: LoopRule) -> Iterator[Loop]:
+    """Every loop that the text ends in, shortest period first; a multiple of a period is often one too.
+
+    0 ........ one period | start ........ the end
+    """
+    ids = np.asarray(ids)
+    for period in range(1, min(rule.max_period, len(ids) - rule.min_repeated) + 1):
+        different = np.flatnonzero(ids[period:] != ids[:-period])
+        start = period + (int(different[-1]) + 1 if len(different) else 0)
+        if len(ids) - start >= max(rule.min_repeated, period):
+            yield Loop(start, period)
+
+
+def loop_start(ids: Sequence[int] | np.ndarray, rule: LoopRule) -> int:
+    """The earliest start of a loop that the text ends in; len(ids) if there is none."""
+    return min((loop.start for loop in find_loops(ids, rule)), default=len(ids))
+
+
+def ends_in_loop(recent: Tensor, num_ids: Tensor, rule: LoopRule) -> Tensor:
+    """Whether `find_loops` finds any, per text: bool [texts].
+
+    recent  [texts, max_period + min_repeated]  the last ids of each text; anything may precede a shorter text
+    num_ids [texts]                             the length of each text
+    """
+    import torch
+
+    period, repeated = rule.max_period, rule.min_repeated
+    assert period <= repeated and recent.shape[1] == period + repeated, (rule, recent.shape)
+    end = recent[:, None, period:]
+    equal = (recent.unfold(1, repeated, 1)[:, :period] == end).all(-1)  # [texts, max_period], longest period first
+    needed = torch.arange(period + repeated, repeated, -1, device=equal.device)  # the ids that each period looks at
+    return (equal & (num_ids[:, None] >= needed)).any(1)

@@ -16,7 +16,7 @@ import numpy as np
 from sparkdraft.core import FinishReason, SamplingParams
 from sparkdraft.llm import LLM
 from sparkdraft.models.registry import read_config
-from sparkdraft.text.loops import find_loops
+from sparkdraft.text.repetition import find_loops
 from sparkdraft.train.corpus import Finish
 from sparkdraft.train.generate import CHECK, LOOP, Follow, Prompt, Written, cut_loop
 from sparkdraft.train.stop import Stop

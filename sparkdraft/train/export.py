@@ -24,11 +24,9 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.drafters.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig
 from sparkdraft.weights.checkpoint import open_checkpoint
-from sparkdraft.weights.folder_files import follow_umask
-from sparkdraft.weights.quant.group import GROUP, GroupQuant
-from sparkdraft.weights.quant.int8 import INT8_GROUPS, SCALE
-from sparkdraft.weights.quant.stored import as_float
-from sparkdraft.weights.safetensors import INDEX
+from sparkdraft.weights.quant.compressed_tensors import INT8_GROUPS, SCALE
+from sparkdraft.weights.quant.stored import GROUP, GroupQuant, as_float
+from sparkdraft.weights.safetensors import INDEX, follow_umask
 
 LAYOUTS = ("zlab", "speculators")
 SHARD_BYTES = 15 * 2**20  # some hosts take no larger files

@@ -33,7 +33,7 @@ from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token
-from sparkdraft.text.loops import LoopRule, ends_in_loop, find_loops
+from sparkdraft.text.repetition import LoopRule, ends_in_loop, find_loops
 from sparkdraft.train.corpus import Finish
 from sparkdraft.train.memory import target_step
 from sparkdraft.train.stop import Stop

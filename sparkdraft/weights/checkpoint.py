@@ -18,7 +18,7 @@ from sparkdraft.util.paths import user_path
 from sparkdraft.util.progress import progress
 from sparkdraft.weights import hub
 from sparkdraft.weights.folder_files import read_json
-from sparkdraft.weights.hub_repo import ALLOW, IGNORE, cached_snapshot, explained, fetch_config
+from sparkdraft.weights.hub import ALLOW, IGNORE, cached_snapshot, explained, fetch_config
 from sparkdraft.weights.quant.stated import FILES, read_stated
 
 if TYPE_CHECKING:

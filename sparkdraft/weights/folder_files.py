@@ -1,9 +1,8 @@
-"""The small files of a checkpoint's folder, which are read without torch, and the mode of all of them."""
+"""Reads the small files of a checkpoint's folder, without torch."""
 
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from sparkdraft.core import UserError
 
 
 def read_json(path: Path, optional: bool = False, unique: bool = False) -> dict[str, Any]:
-    """The object in a file. optional: a file that is not there is an empty one. unique: no key may stand twice."""
+    """Read the object in a file. optional: a missing file is {}. unique: a repeated key is an error."""
     if optional and not path.is_file():
         return {}
     try:
@@ -24,7 +23,8 @@ def read_json(path: Path, optional: bool = False, unique: bool = False) -> dict[
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """A file of its own wins over tokenizer_config.json, as in Hugging Face; of several, the one named default."""
+    """Prefers a file of its own to tokenizer_config.json, and of several templates the one named default, as Hugging
+    Face does."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -40,16 +40,9 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets a key stand twice and keeps the last; of two places for one tensor neither can be trusted."""
+    """Refuse repeated keys, of which json.loads keeps the last: of two places for one tensor neither can be trusted."""
     value = dict(pairs)
     if len(value) != len(pairs):
         names = [key for key, _ in pairs]
         raise ValueError(f"{next(key for key in names if names.count(key) > 1)} is listed twice")
     return value
-
-
-def follow_umask(place: Path) -> None:
-    """Give every file the mode of a new file: libraries write some of them readable by their owner alone."""
-    usual = (place / "config.json").stat().st_mode  # written by Python, so it follows the umask
-    for file in place.iterdir():
-        file.chmod(stat.S_IMODE(usual))

@@ -1,9 +1,8 @@
 """GGUF files, versions 2 and 3: llama.cpp's one-file checkpoints, read without its library.
 
-The header is walked once over a memory mapping, every length checked against the file before it is used; tensors are
-views of the mapping, quantised types are read by gguf_blocks.py, and names, config and row order are turned into
-Hugging Face's. Types that are not known there are dequantised by the gguf package, and the tokenizer is built in
-weights/gguf_tokenizer.py.
+The header is parsed once over a memory mapping, and every length is checked against the file before it is used. Tensors
+are views of the mapping; names, config and row order are translated into Hugging Face's. quant/gguf_blocks.py reads
+quantised types, the gguf package those that are unknown there, and gguf_tokenizer.py the tokenizer.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.gguf_blocks import BF16, BLOCKS, F16, F32, FORMS, NAMES, read_blocks
-from sparkdraft.weights.gguf_sampling import sampling_of
 from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
-from sparkdraft.weights.quant.checks import check_matrix
+from sparkdraft.weights.quant.formats import check_matrix
+from sparkdraft.weights.quant.gguf_blocks import BF16, BLOCKS, F16, F32, FORMS, NAMES, read_blocks
 from sparkdraft.weights.quant.stated import NOTHING
 from sparkdraft.weights.quant.stored import Stored, take_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
+
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
@@ -58,6 +58,18 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Keys of general.sampling -> keys of generation_config.json.
+SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# What authors recommend, for chat models whose files do not say it, by general.basename in lower case.
+RECOMMENDED = {
+    "smollm2": {"temperature": 0.2, "top_p": 0.9},  # from the model card of SmolLM2's instruct models
 }
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
@@ -395,3 +407,13 @@ def _rope_scaling(file: GgufFile, arch: str) -> dict[str, Any] | None:
     if kind == "yarn":
         scaling |= {names[key]: value for key, value in meta.items() if key in names}
     return scaling
+
+
+def sampling_of(meta: Mapping[str, Any]) -> dict[str, float]:
+    """How the file wants to be sampled, with the keys of generation_config.json. `RECOMMENDED` is used only where the
+    file says nothing."""
+    said = {name: meta.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
+    found = {name: round(value, 6) for name, value in said.items() if isinstance(value, int | float)}
+    if found or not meta.get("tokenizer.chat_template"):
+        return found
+    return dict(RECOMMENDED.get(str(meta.get("general.basename", "")).lower(), {}))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparkdraft.weights.experts import ExpertLinear
-    from sparkdraft.weights.linear import Linear, ToFloats
+    from sparkdraft.weights.linear import ExpertLinear, Linear, ToFloats
     from sparkdraft.weights.quant.stored import Stored
 
 

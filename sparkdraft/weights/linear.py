@@ -1,9 +1,8 @@
-"""The ways in which a weight matrix is kept: as floats, or as the integers that its file holds. All are a `Linear`.
+"""A weight matrix in memory: a `Linear`, or an `ExpertLinear` with one matrix per expert.
 
-A format is a property of one matrix, so a model may mix them, and so may one stacked matrix. Kernels never ask what a
-matrix is, only what it can do: `tiles` for kernels that read it tile by tile, `rows` for whoever wants some of its
-rows. How a matrix is kept is decided by the kernels that will read it (`keep_matrix` of a kernels' module), when it is
-loaded (weights/loader.py). A drafter never inherits its target's format.
+A format is a property of one matrix, so a model may mix formats, and so may one stacked matrix. Kernels never ask what
+a matrix is, only what it can do: `tiles` serves kernels that read it tile by tile, `rows` gives some of its rows. The
+kernels that will read a matrix decide how it is kept (`keep_matrix`) when it is loaded (loader.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sparkdraft.weights.quant.stored import Stored
 
 @dataclass(frozen=True, slots=True)
 class WeightTiles:
-    """A matrix [out, in] for kernels that read it tile by tile: what they load, and how it lies."""
+    """A matrix [out, in] for kernels that read it tile by tile."""
 
     codes: Tensor  # [out, in] of floats in the activations' type; with a layout, int16 in its order (weights/planes.py)
     layout: PlaneLayout | None = None  # None: floats
@@ -38,24 +37,24 @@ class WeightTiles:
 
     @property
     def format(self) -> str:
-        """The name under which launches are tuned: what matters is how many bytes are read and how they are decoded."""
+        """The name under which launches are tuned."""
         return self.layout.name if self.layout else f"{8 * self.codes.element_size()}bit"
 
     @property
     def line_bits(self) -> int:
-        """Bits that are read per weight, rounded up."""
+        """Bits read per weight, rounded up."""
         return -(-8 * self.layout.row_bytes // self.layout.width) if self.layout else 8 * self.codes.element_size()
 
 
 class Linear(ABC):
-    """A matrix W [out, in]. A format must have `linear`; what it leaves out has a plain form here."""
+    """A matrix W [out, in]. A format defines `linear`; the other methods have a plain form here."""
 
     __slots__ = ()
 
-    rounded: str = ""  # why its numbers are not those of the quantised file; "": they are
+    rounded: str = ""  # why its numbers differ from those of the quantised file; "": they do not
     nbytes: int
-    tiles: WeightTiles | None = None  # for kernels that read it tile by tile; None: only its own `linear` reads it
-    parts: Sequence[Linear] = ()  # matrices that it is stacked of, if each is kept by itself
+    tiles: WeightTiles | None = None  # None: only its own `linear` reads it
+    parts: Sequence[Linear] = ()  # the matrices that it is stacked of, where each is kept separately
 
     @abstractmethod
     def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
@@ -65,11 +64,11 @@ class Linear(ABC):
         return self.linear(x).float()
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual [rows, out] += linear(x), in place, which may spare a pass over the residual."""
+        """residual [rows, out] += linear(x), in place."""
         residual += self.linear(x)
 
     def rows(self, ids: Tensor | None = None) -> Stored | None:
-        """Chosen output rows, or all, in a form that can be kept again; None: they cannot be taken out of this one."""
+        """Chosen output rows, or all, in a form that can be kept again; None: this matrix cannot give them."""
         return None
 
 
@@ -119,18 +118,55 @@ ToFloats = Callable[[Stored], Tensor]  # in the activations' type, on the model'
 
 def keep_floats(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
     """One matrix stacked of the parts, as floats."""
-    # a tied head is its embedding
+    # One part is not copied: a tied head shares the memory of its embedding.
     return DenseLinear(floats(parts[0]) if len(parts) == 1 else stacked(parts, floats), bias)
 
 
 def stacked(parts: Sequence[Stored], floats: ToFloats, into: Tensor | None = None) -> Tensor:
-    """The parts as the rows of one matrix. Each is copied to its place, not made beside it: a GPU's memory would keep
-    the gaps between what was made for a moment and what stays."""
+    """The parts as the rows of one matrix. Each is copied straight to its place, because temporary tensors would
+    fragment a GPU's memory."""
     rows, width = [part.shape[0] for part in parts], parts[0].shape[1]
     assert all(part.shape[1] == width for part in parts), [part.shape for part in parts]
     if into is None:
         into = floats(torch.zeros(0)).new_empty(sum(rows), width)
     for part, place in zip(parts, into.split(rows), strict=True):
-        # A matrix that lies turned around in the file goes to a GPU as it lies, and is turned there.
+        # A transposed matrix goes to the GPU as it lies in the file and is transposed there.
         place.copy_(part if isinstance(part, Tensor) and part.is_contiguous() else floats(part))
     return into
+
+
+class ExpertLinear(ABC):
+    """A matrix W [out, in] per expert."""
+
+    count: int
+    nbytes: int  # of all experts together
+    floats: Tensor | None = None  # [experts, out, in], contiguous, where they are kept as floats
+    tiles: WeightTiles | None = None  # [experts * out, in], for kernels that read them tile by tile
+    bias: Tensor | None = None  # [experts, out]
+    rounded: str = ""  # as in `Linear`
+
+    @abstractmethod
+    def expert(self, number: int) -> Linear:
+        """The matrix of one expert."""
+
+
+class DenseExperts(ExpertLinear):
+    """Floats of one type."""
+
+    def __init__(self, floats: Tensor, bias: Tensor | None = None) -> None:
+        self.floats, self.bias, self.count = floats, bias, len(floats)
+        self.nbytes = floats.nbytes + (0 if bias is None else bias.nbytes)
+        self.tiles = WeightTiles(floats.flatten(0, 1))
+
+    def expert(self, number: int) -> Linear:
+        assert self.floats is not None
+        return DenseLinear(self.floats[number], None if self.bias is None else self.bias[number])
+
+
+def keep_float_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:
+    """experts: for each, the parts that its matrix is stacked of. Converts one expert at a time."""
+    rows, width = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
+    kept = floats(torch.zeros(0)).new_empty(len(experts), rows, width)
+    for number, parts in enumerate(experts):
+        stacked(parts, floats, kept[number])
+    return DenseExperts(kept, bias)

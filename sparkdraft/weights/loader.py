@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Fallback, UserError
-from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.keeping import KeepsWeights
-from sparkdraft.weights.linear import CannotKeep, Linear
+from sparkdraft.weights.linear import CannotKeep, ExpertLinear, Linear
 from sparkdraft.weights.quant.quantise import QUANTISERS
 from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float, take_rows
 from sparkdraft.weights.quantised_cache import QuantisedCache

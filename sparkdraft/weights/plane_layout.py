@@ -29,7 +29,7 @@ SIZES = {"": 0, "e8m0": 1, "e5m3": 1, "f16": 2, "bf16": 2, "f32": 4}  # bytes of
 
 
 class PlaneLayout(NamedTuple):
-    levels: str  # of weights/quant/coded.py
+    levels: str  # of weights/quant/stored.py
     bits: int
     width: int  # columns of the matrix
     plane: int  # columns of a plane
@@ -84,7 +84,7 @@ def layout_of(levels: str, bits: int, width: int, group: int = 0, scale: str = "
 class CodeForm(NamedTuple):
     """What must be known of a quantised matrix to say how its planes lie: the types of `Coded`, not its numbers."""
 
-    levels: str  # of weights/quant/coded.py
+    levels: str  # of weights/quant/stored.py
     bits: int
     group: int  # columns that share a scale; 0: all of a row
     scale: str = ""  # a type of SIZES; "": none

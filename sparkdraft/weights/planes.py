@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparkdraft.weights.linear import CannotKeep
 from sparkdraft.weights.plane_layout import STRIP, CodeForm, PlaneLayout
-from sparkdraft.weights.quant.coded import LEVELS, Coded, scale_values
+from sparkdraft.weights.quant.stored import LEVELS, Coded, scale_values
 
 PIECE = 1 << 22  # weights that are repacked at once: as 32-bit integers they take 16 MB
 TYPES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e5m3"}

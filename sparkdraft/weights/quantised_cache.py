@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.weights.hub import cache_dir
-from sparkdraft.weights.quant import coded, quantise, unpack
-from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant import base, quantise, stored
+from sparkdraft.weights.quant.stored import Coded
 
 DATA, INDEX, WRITING = "matrices", "index.json", "writing-"
 PARTS = ("codes", "scale", "offset", "row_scale")  # of a Coded
@@ -254,7 +254,7 @@ def _is_gone(checkpoint: Path) -> bool:
 
 def _code_version() -> str:
     """Of what decides which numbers are written, and in which order."""
-    modules = (quantise.__file__, coded.__file__, unpack.__file__, __file__)
+    modules = (quantise.__file__, stored.__file__, base.__file__, __file__)
     return _digest("".join(Path(file).read_text(encoding="utf-8") for file in modules))
 
 

@@ -1,13 +1,17 @@
 """Checkpoints in the Hugging Face layout: config.json, safetensors (one file or shards) and tokenizer.json.
 
 The safetensors library maps a file into memory, and every tensor is a view of the mapping, in the type it was saved in.
-A matrix that is stored in a quantised format is several tensors, which are found and read by weights/quant; it has one
-name here, X.weight. Pickle files are never opened; turning tensors into layers is left to models.
+A quantised matrix is several tensors, which weights/quant finds and reads; it has one name here, X.weight. Pickle files
+are never opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,24 +19,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.util.fields import mapping
+from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.folder_files import read_chat_template, read_json
 from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
-from sparkdraft.weights.quant.checks import check_matrix
-from sparkdraft.weights.quant.formats import check_config, find_matrices, unused_tensors
+from sparkdraft.weights.quant.base import Unread
+from sparkdraft.weights.quant.formats import check_config, check_matrix, find_matrices, unused_tensors
 from sparkdraft.weights.quant.stated import FILES, NOTHING, Said
-from sparkdraft.weights.quant.stored import Stored
-from sparkdraft.weights.quant.unread import Unread
+from sparkdraft.weights.quant.stored import Stored, as_float
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
+
 INDEX = "model.safetensors.index.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHARD_BYTES = 2 * 2**30
+TOKENIZER = "PreTrainedTokenizerFast"  # the class that runs a tokenizer.json as it is
 HEAD = "lm_head.weight"
-HEADS = (HEAD, "language_model.lm_head.weight")  # the second in older files that see as well
+HEADS = (HEAD, "language_model.lm_head.weight")  # the second in older multimodal files
 EMBEDDINGS = tuple(f"{at}embed_tokens.weight" for at in ("model.", "model.language_model.", "language_model.model."))
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -100,8 +109,8 @@ class SafetensorsCheckpoint:
         return count_stored(map(self._stored, names), tied)
 
     def _has_own_head(self) -> bool:
-        """Whether the file has a head of floats unlike its embedding. It is used then, whatever the config says, as in
-        transformers. (A quantised head is always used.)"""
+        """Whether the file has a head of floats that differs from its embedding. It is then used whatever the config
+        says, as in transformers. A quantised head is always used."""
         stored = self._files.keys() | self._matrices.keys()
         head, table = (next((name for name in names if name in stored), "") for names in (HEADS, EMBEDDINGS))
         if not head or not table or head in self._matrices or _untied(self.config).items() <= self.config.items():
@@ -212,3 +221,105 @@ def _special(*sources: dict[str, Any]) -> dict[str, str]:
             if isinstance(text, str):
                 special.setdefault(key, text)
     return special
+
+
+def write_checkpoint(
+    source: Checkpoint,
+    folder: Path,
+    dtype: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write any checkpoint as a folder of floats in the Hugging Face layout, for programs that read nothing else.
+
+    Matrices are dequantised one by one, so memory holds one output file's worth. The folder appears whole or not at
+    all. dtype: of DTYPES. Raises UserError, also where the result would be another model.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype is '{dtype}'; a checkpoint is written as {' or '.join(DTYPES)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder: name another")
+    if "rope_freqs" in source.names():
+        raise UserError(f"{source.path} has its own RoPE frequencies, which config.json cannot say: use the original")
+    place = folder.resolve().with_name(f".{folder.name}.{secrets.token_hex(4)}.new")
+    try:
+        place.mkdir(parents=True)
+        _write_texts(source, place, dtype)
+        _write_tensors(place, _floats(source, DTYPES[dtype], progress), shard_bytes)
+        follow_umask(place)
+        if folder.exists():
+            folder.rmdir()
+        place.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"The checkpoint could not be written to {folder} ({error}): make room, or name another"
+        ) from None
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _write_texts(source: Checkpoint, place: Path, dtype: str) -> None:
+    config = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    files: dict[str, Any] = {"config.json": {**config, "dtype": dtype}}
+    if source.generation:
+        files["generation_config.json"] = source.generation | (
+            {"do_sample": True} if "temperature" in source.generation else {}
+        )
+    limit = config.get("max_position_embeddings")
+    files["tokenizer_config.json"] = {
+        **source.special,
+        "tokenizer_class": TOKENIZER,
+        "clean_up_tokenization_spaces": False,
+        **({"model_max_length": limit} if limit else {}),
+    }
+    for name, content in files.items():
+        (place / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    source.tokenizer_json().save(str(place / "tokenizer.json"))
+    if source.chat_template:
+        (place / "chat_template.jinja").write_text(source.chat_template, encoding="utf-8")
+
+
+def _floats(
+    source: Checkpoint, dtype: torch.dtype, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, Tensor]]:
+    names = source.names()
+    for done, name in enumerate(names, 1):
+        yield name, as_float(source.read(name), dtype).contiguous()
+        progress(done, len(names))
+
+
+def _write_tensors(place: Path, tensors: Iterator[tuple[str, Tensor]], most: int) -> None:
+    """Write files of about `most` bytes, which get their final names once their number is known."""
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        save_file(held, place / f"part-{len(shards)}", {"format": "pt"})
+        shards.append(list(held))
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > most:
+            write()
+            held, size = {}, 0
+        held[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    write()
+    if len(shards) == 1:
+        (place / "part-0").rename(place / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (place / f"part-{number}").rename(place / file)
+        where |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (place / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def follow_umask(place: Path) -> None:
+    """Give every file of a folder the mode of a new file: libraries make some readable by their owner only."""
+    usual = (place / "config.json").stat().st_mode  # written by Python, so it follows the umask
+    for file in place.iterdir():
+        file.chmod(stat.S_IMODE(usual))

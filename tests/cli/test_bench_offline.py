@@ -42,7 +42,7 @@ from sparkdraft.speculation.confidence import Confidence
 from sparkdraft.speculation.depth import FIRST_FIT
 from sparkdraft.speculation.step_costs import Price
 from sparkdraft.weights.planes import pack
-from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant.stored import Coded
 from tests.cli.said import said
 
 TOY = uniform_config("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True, qk_norm=True)

@@ -28,8 +28,8 @@ from sparkdraft.weights import loader as loaders
 from sparkdraft.weights import quantised_cache
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.quantise import QUANTISERS
+from sparkdraft.weights.quant.stored import Coded
 from tests.drafters.tiny_assistant import write_assistant
 from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 from tests.drafters.tiny_mtp import write_target

@@ -26,7 +26,7 @@ from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda.runtime import compiling, ending
 from sparkdraft.kernels.cuda.runtime.compiling import compile_ahead, only_compiling
 from sparkdraft.kernels.ops import AttentionParams
-from sparkdraft.weights.quant.coded import LEVELS, Coded, _level_values
+from sparkdraft.weights.quant.stored import LEVELS, Coded, _level_values
 from tests.kernels.triton_device import DEVICE, NO_GPU, gpu, gpu_only, integers, randn
 
 ROOT = Path(__file__).parent.parent.parent

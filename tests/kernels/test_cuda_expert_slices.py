@@ -20,7 +20,7 @@ from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.ops import Norm, Normed
 from sparkdraft.operate.tune import tiles
-from sparkdraft.weights.experts import ExpertLinear
+from sparkdraft.weights.linear import ExpertLinear
 from tests.kernels.ahead_of_time import GPUS, captured_launches
 from tests.kernels.test_cuda_experts import EPS, Problem, check_experts, check_rows_alone, random_routing
 from tests.kernels.test_cuda_planes import (

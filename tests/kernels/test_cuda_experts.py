@@ -21,8 +21,7 @@ from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts, routing
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
-from sparkdraft.weights.experts import DenseExperts
-from sparkdraft.weights.linear import DenseLinear
+from sparkdraft.weights.linear import DenseExperts, DenseLinear
 from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, check_order, compile_launch, empty
 from tests.kernels.triton_device import (
     DEVICE,

@@ -28,8 +28,7 @@ from sparkdraft.kernels.ops import (
     all_tiles,
 )
 from sparkdraft.weights import planes
-from sparkdraft.weights.experts import DenseExperts
-from sparkdraft.weights.linear import DenseLinear, StackedLinear, WeightTiles
+from sparkdraft.weights.linear import DenseExperts, DenseLinear, StackedLinear, WeightTiles
 from sparkdraft.weights.plane_layout import PlaneLayout
 
 HOPPER, SPARK = Gpu(9, 0, 132), Gpu(12, 1, 48)

@@ -23,13 +23,11 @@ from sparkdraft.kernels.ops import Activation, Norm, Normed, Routing
 from sparkdraft.models.gpt_oss import build
 from sparkdraft.models.registry import read_config
 from sparkdraft.operate.bench.shapes import TARGET_FILES, RandomCheckpoint
-from sparkdraft.weights.experts import DenseExperts
-from sparkdraft.weights.linear import CannotKeep, DenseLinear, StackedLinear, WeightTiles
+from sparkdraft.weights.linear import CannotKeep, DenseExperts, DenseLinear, StackedLinear, WeightTiles
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.plane_layout import STRIP, PlaneLayout, layout_of
 from sparkdraft.weights.planes import pack
-from sparkdraft.weights.quant.coded import LEVELS, Coded
-from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import LEVELS, Coded, GroupQuant
 from tests.kernels.ahead_of_time import (
     GPUS,
     LIMIT,

@@ -24,8 +24,7 @@ from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.operate.tune import model_tiles, tiles
 from sparkdraft.operate.tune.model_tiles import expert_groups, families, find_tiles
 from sparkdraft.operate.tune.tiles import TileSearch
-from sparkdraft.weights.experts import DenseExperts
-from sparkdraft.weights.linear import DenseLinear, StackedLinear
+from sparkdraft.weights.linear import DenseExperts, DenseLinear, StackedLinear
 from tests.kernels.triton_device import DEVICE, DTYPES, gpu
 
 HOPPER = Gpu(9, 0, 132)

@@ -31,8 +31,7 @@ from sparkdraft.kernels.ops import (
     Normed,
     RopeArgs,
 )
-from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.stored import as_float
+from sparkdraft.weights.quant.stored import GroupQuant, as_float
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 

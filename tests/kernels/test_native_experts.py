@@ -12,10 +12,8 @@ from torch import Tensor
 
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
-from sparkdraft.weights.experts import DenseExperts, ExpertLinear
-from sparkdraft.weights.linear import CannotKeep, DenseLinear, Linear
-from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.stored import as_float
+from sparkdraft.weights.linear import CannotKeep, DenseExperts, DenseLinear, ExpertLinear, Linear
+from sparkdraft.weights.quant.stored import GroupQuant, as_float
 from tests.kernels.test_native import random_quant
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))

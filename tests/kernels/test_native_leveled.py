@@ -9,9 +9,7 @@ from torch import Tensor
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.native import leveled
 from sparkdraft.kernels.native.packed import PackedLinear, PackedParts
-from sparkdraft.weights.quant.coded import LEVELS, Coded
-from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.stored import as_float
+from sparkdraft.weights.quant.stored import LEVELS, Coded, GroupQuant, as_float
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler")
 

@@ -20,7 +20,7 @@ from sparkdraft.models.registry import read_config
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
-from sparkdraft.weights.quant.mxfp4 import mxfp4
+from sparkdraft.weights.quant.fp4 import mxfp4
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.harness import Harness
 from tests.models.tiny import byte_tokenizer, oracle_logits, write_tiny

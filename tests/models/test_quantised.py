@@ -17,9 +17,8 @@ from sparkdraft import LLM
 from sparkdraft.core import UserError
 from sparkdraft.kernels import native
 from sparkdraft.weights.checkpoint import open_checkpoint
-from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.quantise import to_fp8, to_int4, to_nvfp4
-from sparkdraft.weights.quant.stored import as_float
+from sparkdraft.weights.quant.stored import Coded, as_float
 from tests.models.harness import Harness
 from tests.models.test_file_forms import config_of, fused, logits, single, tensors_of, write
 from tests.models.test_new_models_drafted import load, written

@@ -14,8 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from sparkdraft.core import GrammarSpec, TryLater, UserError
 from sparkdraft.text import grammar
 from sparkdraft.text.grammar import GrammarCompiler, GrammarState
-from sparkdraft.text.reasoning import after_thinking
-from sparkdraft.text.reasoning.think import Think
+from sparkdraft.text.reasoning import Think, after_thinking
 from sparkdraft.text.tokenizer import BYTE_OF, Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.models.tiny import byte_tokenizer

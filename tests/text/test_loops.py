@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdraft.operate.bench.accept import LOOP
-from sparkdraft.text.loops import LoopRule, ends_in_loop, find_loops, loop_start
+from sparkdraft.text.repetition import LoopRule, ends_in_loop, find_loops, loop_start
 
 RESPONSES = Path(__file__).parent.parent.parent / "tools" / "responses.npz"
 

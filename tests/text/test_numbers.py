@@ -12,8 +12,7 @@ import pytest
 
 from sparkdraft.core import GrammarSpec
 from sparkdraft.text.grammar import GrammarCompiler
-from sparkdraft.text.reasoning import after_thinking
-from sparkdraft.text.reasoning.think import Think
+from sparkdraft.text.reasoning import Think, after_thinking
 from sparkdraft.text.tools import FORMATS
 from tests.text.test_grammar import EOS, letters
 

@@ -13,11 +13,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import GrammarSpec
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, chain, joined
-from sparkdraft.text.reasoning import after_thinking
-from sparkdraft.text.reasoning.base import ReasoningFormat
-from sparkdraft.text.reasoning.gemma4 import Gemma4Thoughts
-from sparkdraft.text.reasoning.harmony import HarmonyAnalysis
-from sparkdraft.text.reasoning.think import Think
+from sparkdraft.text.reasoning import Gemma4Thoughts, HarmonyAnalysis, ReasoningFormat, Think, after_thinking
 from sparkdraft.text.style import chat_style
 from sparkdraft.text.tools.hermes import Hermes
 from sparkdraft.text.tools.qwen3_xml import Qwen3Xml

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdraft.text.stops import StopFinder
+from sparkdraft.text.detokenize import StopFinder
 
 
 def whole(text: str, stops: list[str]) -> tuple[str, bool]:

@@ -18,14 +18,13 @@ from sparkdraft.core import GrammarSpec
 from sparkdraft.text.events import Content, Event, OnlyCalls, Parser, Reasoning, ToolArguments, ToolCall, chain, joined
 from sparkdraft.text.reasoning import answer_rule
 from sparkdraft.text.style import chat_style
-from sparkdraft.text.tools.base import ToolFormat
+from sparkdraft.text.tools.base import ToolFormat, functions
+from sparkdraft.text.tools.calls import JsonScanner
 from sparkdraft.text.tools.gemma4 import Gemma4
 from sparkdraft.text.tools.generic import Generic
 from sparkdraft.text.tools.harmony import Harmony
 from sparkdraft.text.tools.hermes import Hermes
-from sparkdraft.text.tools.json_scanner import JsonScanner
 from sparkdraft.text.tools.qwen3_xml import Qwen3Xml
-from sparkdraft.text.tools.schemas import functions
 
 PLACE = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}, "required": ["x"]}
 TOOLS: list[dict[str, Any]] = [

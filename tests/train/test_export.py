@@ -23,8 +23,7 @@ from sparkdraft.drafters.registry import open_drafter
 from sparkdraft.kernels import native
 from sparkdraft.train.export import ExportTarget, export, speculators_config
 from sparkdraft.train.target import head_rows
-from sparkdraft.weights.quant.coded import Coded
-from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import Coded, GroupQuant
 from sparkdraft.weights.safetensors import INDEX
 from tests.drafters.tiny_drafter import DraftHarness, body, random_tensors, write_drafter, zlab
 from tests.models.harness import Harness

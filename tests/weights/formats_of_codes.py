@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkdraft.weights.quant.coded import LEVELS, Coded
+from sparkdraft.weights.quant.stored import LEVELS, Coded
 
 DTYPES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "f16": torch.float16, "bf16": torch.bfloat16}
 DTYPES["f32"] = torch.float32

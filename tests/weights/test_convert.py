@@ -15,9 +15,8 @@ import torch
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import open_checkpoint
-from sparkdraft.weights.convert import write_checkpoint
 from sparkdraft.weights.quant.stored import as_float
-from sparkdraft.weights.safetensors import INDEX
+from sparkdraft.weights.safetensors import INDEX, write_checkpoint
 from tests.models.tiny import write_tiny
 
 LETTERS = [*"abcdefgh", "<s>", "</s>"]

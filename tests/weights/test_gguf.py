@@ -20,11 +20,9 @@ from sparkdraft.core import UserError
 from sparkdraft.kernels import reference
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.gguf import GgufCheckpoint, GgufFile
-from sparkdraft.weights.gguf_blocks import read_blocks
 from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.coded import Coded
-from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.stored import as_float
+from sparkdraft.weights.quant.gguf_blocks import read_blocks
+from sparkdraft.weights.quant.stored import Coded, GroupQuant, as_float
 from tests.fakes.counting import lines_run
 
 Write = Callable[..., Path]

@@ -17,14 +17,12 @@ from sparkdraft.core import Fallback, UserError
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.ops import Ops
 from sparkdraft.weights.checkpoint import open_checkpoint
-from sparkdraft.weights.experts import keep_float_experts
-from sparkdraft.weights.linear import DenseLinear, StackedLinear, keep_floats
+from sparkdraft.weights.linear import DenseLinear, StackedLinear, keep_float_experts, keep_floats
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant import formats
-from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.int8 import Int8
+from sparkdraft.weights.quant.compressed_tensors import Int8
 from sparkdraft.weights.quant.stated import NOTHING, Said
-from sparkdraft.weights.quant.stored import Stored, as_float, take_rows
+from sparkdraft.weights.quant.stored import GroupQuant, Stored, as_float, take_rows
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
 needs_native = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler")

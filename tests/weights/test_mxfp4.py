@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from sparkdraft.weights.quant.coded import Coded
-from sparkdraft.weights.quant.mxfp4 import Mxfp4Experts, mxfp4
-from sparkdraft.weights.quant.stored import QuantisedExperts
+from sparkdraft.weights.quant.fp4 import Mxfp4Experts, mxfp4
+from sparkdraft.weights.quant.stored import Coded, QuantisedExperts
 
 
 def meant(code: int, scale: int) -> float:

@@ -27,14 +27,12 @@ from sparkdraft.plan.weight_formats import (
     stored_bytes,
 )
 from sparkdraft.weights.checkpoint import open_checkpoint, read_config_json
-from sparkdraft.weights.gguf_blocks import BLOCKS, FORMS, Q4_1, Q4_K, Q5_1, Q5_K, Q6_K, read_blocks
 from sparkdraft.weights.linear import CannotKeep
 from sparkdraft.weights.plane_layout import CodeForm, StoredMatrix, count_stored
 from sparkdraft.weights.planes import form_of, pack
-from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant.gguf_blocks import BLOCKS, FORMS, Q4_1, Q4_K, Q5_1, Q5_K, Q6_K, read_blocks
 from sparkdraft.weights.quant.quantise import QUANTISERS
-from sparkdraft.weights.quant.qweight import Permuted
-from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.weights.quant.stored import Coded, Permuted, Stored
 from sparkdraft.weights.safetensors import SafetensorsCheckpoint
 from tests.weights.formats_of_codes import fitting, random_coded
 

@@ -10,7 +10,7 @@ from sparkdraft.weights import planes
 from sparkdraft.weights.linear import CannotKeep
 from sparkdraft.weights.plane_layout import SIZES, layout_of
 from sparkdraft.weights.planes import empty, fill, pack, plan_layout
-from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant.stored import Coded
 from tests.weights.formats_of_codes import FORMATS, fitting, random_coded
 
 CPU = torch.device("cpu")

@@ -13,8 +13,9 @@ import pytest
 
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
-from sparkdraft.weights import hub, hub_repo
-from sparkdraft.weights.hub_repo import cached_snapshot, missing, pull, verify
+from sparkdraft.weights import hub
+from sparkdraft.weights import hub as hub_repo
+from sparkdraft.weights.hub import cached_snapshot, missing, pull, verify
 from tests.fakes.hub import COMMIT, FakeHub
 from tests.fakes.web import serving
 from tests.patience import PATIENT

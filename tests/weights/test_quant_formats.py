@@ -12,14 +12,12 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import open_checkpoint
-from sparkdraft.weights.quant.coded import Coded
-from sparkdraft.weights.quant.e2m1 import Mxfp4Packed, Nvfp4ModelOpt, Nvfp4Packed
+from sparkdraft.weights.quant.compressed_tensors import Int8, PackQuantized
+from sparkdraft.weights.quant.fp4 import Mxfp4Packed, Nvfp4ModelOpt, Nvfp4Packed
 from sparkdraft.weights.quant.fp8 import Fp8
-from sparkdraft.weights.quant.int8 import Int8
-from sparkdraft.weights.quant.pack_quantized import PackQuantized
-from sparkdraft.weights.quant.qweight import Permuted, QWeight
+from sparkdraft.weights.quant.gptq import Permuted, QWeight
 from sparkdraft.weights.quant.stated import Said
-from sparkdraft.weights.quant.stored import Quantised, QuantisedExperts
+from sparkdraft.weights.quant.stored import Coded, Quantised, QuantisedExperts
 from tests.weights.test_safetensors import folder
 
 E4M3 = torch.float8_e4m3fn

@@ -22,8 +22,8 @@ from sparkdraft.weights import loader as loaders
 from sparkdraft.weights import quantised_cache
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.quantise import QUANTISERS
+from sparkdraft.weights.quant.stored import Coded
 from sparkdraft.weights.quantised_cache import DATA, INDEX, WRITING, QuantisedCache, open_cache
 from tests.models.tiny import write_tiny
 

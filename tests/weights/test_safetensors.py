@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import open_checkpoint
-from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant.stored import Coded
 from sparkdraft.weights.safetensors import INDEX, SafetensorsCheckpoint, SafetensorsFile
 
 DTYPES = [

@@ -42,10 +42,8 @@ from sparkdraft.kernels.reference import (
     tq_attention,
     tq_rope_write,
 )
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import Linear
-from sparkdraft.weights.quant.group import GROUP, GroupQuant
-from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.weights.linear import ExpertLinear, Linear
+from sparkdraft.weights.quant.stored import GROUP, GroupQuant, Stored
 
 NAME = "native"
 compiler = None

@@ -14,8 +14,7 @@ from sparkdraft.kernels.native.leveled import all_rounded, pack_alike, packable
 from sparkdraft.kernels.native.library import c
 from sparkdraft.kernels.native.packed import FloatLinear, Matrix, NativeLinear
 from sparkdraft.kernels.ops import Activation
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import ToFloats
+from sparkdraft.weights.linear import ExpertLinear, ToFloats
 from sparkdraft.weights.quant.stored import Stored
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")  # as in activation.h

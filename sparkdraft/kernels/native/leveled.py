@@ -1,6 +1,6 @@
 """How quantised matrices are kept for the C++ matmuls.
 
-What fits the integers of weights/quant/group.py exactly becomes them, which is the fastest form. Other codes whose
+What fits the integers of weights/quant/stored.py exactly becomes them, which is the fastest form. Other codes whose
 levels are small integers (INT4 with zero points, MXFP4, NVFP4, GGUF's K-quants) keep their bits, and their scales as
 exactly as the file has them: `LeveledLinear`. What has no such levels (FP8, groups of columns that are not neighbours)
 is rounded to 8 bits, and the kept matrix says so.
@@ -19,10 +19,7 @@ from torch import Tensor
 from sparkdraft.kernels.native.library import c
 from sparkdraft.kernels.native.packed import NativeLinear, PackedLinear, PackedParts
 from sparkdraft.weights.linear import CannotKeep, Linear, ToFloats
-from sparkdraft.weights.quant.coded import LEVELS, Coded, scale_values
-from sparkdraft.weights.quant.group import GROUP, GroupQuant
-from sparkdraft.weights.quant.qweight import Permuted
-from sparkdraft.weights.quant.stored import Stored, as_float
+from sparkdraft.weights.quant.stored import GROUP, LEVELS, Coded, GroupQuant, Permuted, Stored, as_float, scale_values
 
 HALF = GROUP // 2
 # Levels as integers: what they are to be divided by, and the integers.

@@ -14,8 +14,7 @@ from torch import Tensor
 from sparkdraft.kernels.native.graph import empty
 from sparkdraft.kernels.native.library import c
 from sparkdraft.weights.linear import Linear, StackedLinear, ToFloats
-from sparkdraft.weights.quant.group import GROUP, GroupQuant
-from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.weights.quant.stored import GROUP, GroupQuant, Stored
 
 
 def keep_float_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:

@@ -25,8 +25,7 @@ from sparkdraft.kernels.reference.recurrent import causal_conv, delta_rule, find
 from sparkdraft.kernels.reference.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer
-from sparkdraft.weights.experts import ExpertLinear, keep_float_experts
-from sparkdraft.weights.linear import Linear, ToFloats, keep_floats
+from sparkdraft.weights.linear import ExpertLinear, Linear, ToFloats, keep_float_experts, keep_floats
 from sparkdraft.weights.quant.stored import Stored
 
 NAME = "reference"
@@ -302,7 +301,7 @@ def paged_attention(
 
 
 def group_linear(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-    """Integer matmul of weights/quant/group.py: each row of x is rounded to int8 by itself, in the same groups of 32,
+    """Integer matmul of weights/quant/stored.py: each row of x is rounded to int8 by itself, in the same groups of 32,
     except for its outliers, which stay floats.
 
     A row's result depends on that row alone, whatever else is in the batch: drafted and plain decoding agree in every

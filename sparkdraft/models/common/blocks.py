@@ -19,8 +19,7 @@ from sparkdraft.kernels.ops import AttentionParams, AttentionView, Norm, Normed,
 from sparkdraft.models.common.config import FINAL, ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, RecurrentSpec
 from sparkdraft.models.common.rope import RopeTables
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import ExpertLinear, Linear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.stored import Stored
 

@@ -16,8 +16,7 @@ from sparkdraft.kernels.ops import Norm, Normed, Ops, Routing
 from sparkdraft.models.common.blocks import MLP, GatedMLP, Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import ExpertLinear, Linear
 from sparkdraft.weights.loader import Loader
 
 

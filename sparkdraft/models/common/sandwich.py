@@ -17,8 +17,7 @@ from sparkdraft.models.common.experts import Experts
 from sparkdraft.models.common.layers import LayerSpec
 from sparkdraft.models.common.nested import leave_others, text_prefix
 from sparkdraft.models.common.rope import RopeTables
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import ExpertLinear, Linear
 from sparkdraft.weights.loader import Loader
 
 

@@ -2,8 +2,8 @@
 
 Every class runs as one batch, and rows are the engine's own counts of its steps: 'all' is their sum, never a mean of
 means. Position k is scored where every draft before it was accepted; drafts after a rejected one say nothing. "No
-loops" counts only the steps before a response begins to repeat itself (text/loops.py). prompts.jsonl was written for
-this project and is never trained on. cli/bench.py loads models and prints.
+loops" counts only the steps before a response begins to repeat itself (text/repetition.py). prompts.jsonl was written
+for this project and is never trained on. cli/bench.py loads models and prints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
 from sparkdraft.operate.bench.perplexity import HELDOUT
 from sparkdraft.speculation.stats import SpecStats
-from sparkdraft.text.loops import LoopRule, loop_start
+from sparkdraft.text.repetition import LoopRule, loop_start
 from sparkdraft.util.plot import Line, Panel
 from sparkdraft.weights.loader import Progress
 

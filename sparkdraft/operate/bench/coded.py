@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.weights.plane_layout import CodeForm
-from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant.stored import Coded
 
 SPREAD = 0.02  # standard deviation of the weights, about
 FORMS = ("mxfp4", "int4", "nvfp4", "fp8")

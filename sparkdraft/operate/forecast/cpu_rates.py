@@ -34,7 +34,7 @@ def measure_cpu(threads: int) -> CpuRates:
 
 def _matmul_rate(bits: int) -> MatmulRate:
     from sparkdraft.kernels.native.packed import PackedLinear
-    from sparkdraft.weights.quant.group import GROUP, GroupQuant
+    from sparkdraft.weights.quant.stored import GROUP, GroupQuant
 
     groups = SIDE // GROUP
     codes = torch.randint(127, (SIDE, groups, GROUP * bits // 8), dtype=torch.int8 if bits == 8 else torch.uint8)

@@ -15,6 +15,7 @@ from typing import Any
 
 from sparkdraft.text.events import Content, Event, Parser, Reading, ToolArguments
 from sparkdraft.text.tools.base import (
+    Function,
     Messages,
     ToolFormat,
     Tools,
@@ -24,9 +25,7 @@ from sparkdraft.text.tools.base import (
     lark,
     with_objects,
 )
-from sparkdraft.text.tools.calls import CallReader, quoted
-from sparkdraft.text.tools.json_scanner import MAX_DEPTH, literal
-from sparkdraft.text.tools.schemas import Function
+from sparkdraft.text.tools.calls import MAX_DEPTH, CallReader, literal, quoted
 
 OPEN, CLOSE, QUOTE, RESPONSE = "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"
 SIMPLE = {"string": "string", "integer": "INTEGER", "number": "NUMBER", "boolean": "boolean", "null": '"null"'}

@@ -13,10 +13,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkdraft.text.events import Parser, Reading
-from sparkdraft.text.tools.base import Messages, ToolFormat, Tools, calls_of, content_text, function_of, lark
+from sparkdraft.text.tools.base import (
+    Function,
+    Messages,
+    ToolFormat,
+    Tools,
+    calls_of,
+    content_text,
+    function_of,
+    functions,
+    json_rule,
+    lark,
+)
 from sparkdraft.text.tools.calls import ARGUMENTS, call_of, is_half_object
 from sparkdraft.text.tools.hermes import CLOSE, OPEN, HermesParser
-from sparkdraft.text.tools.schemas import Function, functions, json_rule
 
 
 class GenericParser(HermesParser):

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 from sparkdraft.core import GrammarSpec
 from sparkdraft.text.events import Content, Event, Parser, Reading, Reasoning
-from sparkdraft.text.tools.base import Messages, ToolFormat, Tools, lark
+from sparkdraft.text.tools.base import Function, Messages, ToolFormat, Tools, json_rule, lark
 from sparkdraft.text.tools.calls import CallReader
-from sparkdraft.text.tools.schemas import Function, json_rule
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")

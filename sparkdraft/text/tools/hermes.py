@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sparkdraft.text.events import Content, Parser, Reading
-from sparkdraft.text.tools.base import ToolFormat, Tools, lark
+from sparkdraft.text.tools.base import Function, ToolFormat, Tools, json_rule, lark
 from sparkdraft.text.tools.calls import CallReader, is_half_object
-from sparkdraft.text.tools.schemas import Function, json_rule
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SURPLUS = " \t\r\n}"  # between calls: a brace too many is not content either

@@ -21,11 +21,9 @@ import re
 from typing import Any, ClassVar
 
 from sparkdraft.text.events import Content, Parser, Reading
-from sparkdraft.text.tools.base import ToolFormat, Tools, lark
-from sparkdraft.text.tools.calls import quoted, read_json
+from sparkdraft.text.tools.base import Function, ToolFormat, Tools, json_rule, lark
+from sparkdraft.text.tools.calls import literal, quoted, read_json
 from sparkdraft.text.tools.hermes import CLOSE, OPEN, HermesParser
-from sparkdraft.text.tools.json_scanner import literal
-from sparkdraft.text.tools.schemas import Function, json_rule
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparkdraft.weights.quant.coded import Coded
-from sparkdraft.weights.quant.unpack import pairs, per_row
+from sparkdraft.weights.quant.base import pairs, per_row
+from sparkdraft.weights.quant.stored import Coded
 
 GROUP, NVFP4_GROUP = 32, 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0

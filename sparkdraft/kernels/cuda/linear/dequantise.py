@@ -1,6 +1,6 @@
 """How words of codes become numbers: a plane of weights/plane_layout.py, and a group's scale or offset.
 
-LEVELS says what a code means (weights/quant/coded.py) and where its bits lie in a word (weights/planes.py). Where x is
+LEVELS says what a code means (weights/quant/stored.py) and where its bits lie in a word (weights/planes.py). Where x is
 bfloat16 (PACKED) two weights of a register are decoded at once, by a few PTX instructions; elsewhere, and in Triton's
 interpreter, the same bits are taken apart in Triton itself. Every level is exact in bfloat16:
 
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from sparkdraft.weights.plane_layout import SIZES
 from sparkdraft.weights.plane_layout import STRIP as _STRIP
-from sparkdraft.weights.quant.coded import LEVELS as _LEVELS
+from sparkdraft.weights.quant.stored import LEVELS as _LEVELS
 
 _NEGATIVE_ZERO = "mov.b32 z, 0x80008000;"  # a product is an fma with it, on all GPUs that have bfloat16
 STRIP = tl.constexpr(_STRIP)  # lines that lie together

@@ -22,12 +22,18 @@ from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.linear.dequantise import STRIP, group_bytes, group_number, line_of_strip, plane, planes_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.weights.experts import ExpertLinear, keep_float_experts
-from sparkdraft.weights.linear import CannotKeep, Linear, StackedLinear, ToFloats, WeightTiles, keep_floats
+from sparkdraft.weights.linear import (
+    CannotKeep,
+    ExpertLinear,
+    Linear,
+    StackedLinear,
+    ToFloats,
+    WeightTiles,
+    keep_float_experts,
+    keep_floats,
+)
 from sparkdraft.weights.planes import Planes, empty, fill, has_row_scale, pack, plan_layout
-from sparkdraft.weights.quant.coded import Coded
-from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.weights.quant.stored import Coded, GroupQuant, Stored
 
 MIDDLE = 256  # rows; beyond, cuBLAS earns what the scratch costs
 SCRATCH = 16 << 20  # bytes

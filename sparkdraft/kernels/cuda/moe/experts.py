@@ -58,8 +58,7 @@ from sparkdraft.kernels.cuda.runtime.ending import square
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter
 from sparkdraft.kernels.ops import Activation, Norm, Normed, Routing
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import WeightTiles
+from sparkdraft.weights.linear import ExpertLinear, WeightTiles
 
 SPARSE = 4  # pairs are taken one by one where there are this many experts for each
 SUM_BLOCK = 512  # columns that a program of the sum takes

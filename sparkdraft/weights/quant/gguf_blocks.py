@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.weights.plane_layout import GGUF_FORMS
-from sparkdraft.weights.quant.coded import Coded
-from sparkdraft.weights.quant.group import GROUP, GroupQuant
-from sparkdraft.weights.quant.unpack import pairs
+from sparkdraft.weights.quant.base import pairs
+from sparkdraft.weights.quant.stored import GROUP, Coded, GroupQuant
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
 Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 12, 13, 14, 20, 23
