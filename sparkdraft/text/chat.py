@@ -1,9 +1,8 @@
-"""Turns chat messages into the text that a model was trained on, by the Jinja template that comes with it.
+"""Renders chat messages with a model's Jinja chat template.
 
-Templates are untrusted programs: they run in a child process, with limits (template.py). `render` is the template
-alone. `prompt_text` also notes which control tokens the template wrote (control.py), and `Tokenizer.encode_chat` turns
-the result into ids without adding special tokens, because the template has written them. The checkpoint knows which
-template a model has.
+Templates are untrusted programs and run in a child process with limits (template.py). `prompt_text` also notes which
+control tokens the template wrote (control.py), and `Tokenizer.encode_chat` turns the result into ids without adding
+special tokens, because the template has written them.
 """
 
 from __future__ import annotations
@@ -18,30 +17,31 @@ from sparkdraft.text.control import ChatText, ControlTokens, clean
 from sparkdraft.text.template import PastLimit
 
 OPEN_END = f"end{secrets.token_hex(16)}"  # no request can contain it
-_faults: dict[str, str] = {}  # templates for which fault_of found a limit passed, so that they never run again
+_faults: dict[str, str] = {}  # templates that exceeded a limit in fault_of and never run again
 GREETING = [{"role": "user", "content": "Hi"}]
 
 
 def looked_for(template: str | None) -> frozenset[str]:
-    """The constants that a template looks for in its texts: what it compares with, and where it splits."""
+    """The constants that a template compares strings with or splits them at."""
     return templates.about(template).looked_for if template else frozenset()
 
 
 def variables_of(template: str | None) -> frozenset[str]:
-    """The variables that a template looks at: messages, tools, enable_thinking and the like."""
+    """The variables that a template reads, such as messages, tools and enable_thinking."""
     return templates.about(template).variables if template else frozenset()
 
 
 def fault_of(template: str | None, special: Mapping[str, Any] | None = None) -> str:
-    """Why no chat at all can be rendered by a template, with its line; "" if it can, or if there is no template. A
-    greeting is rendered to see that this ends; if it does not, `render` refuses the template from then on. special: as
-    of prompt_text."""
+    """Why a template can render no chat at all, with the line of the error; "" if it can, or if there is no template.
+
+    A greeting is rendered to see that rendering ends; if it does not, `render` refuses the template from then on.
+    """
     try:
         render(template, GREETING, **(special or {}))
     except PastLimit as error:
         _faults[template or ""] = f"the chat template {error.what} for a greeting"
     except UserError:
-        pass  # it is wrong, or takes other messages
+        pass  # wrong, or made for other messages
     return _fault(template or "")
 
 
@@ -56,7 +56,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """variables: what else the template may read, such as bos_token or enable_thinking."""
+    """Render a chat. variables: what else the template may read, such as bos_token or enable_thinking."""
     if not template:
         raise UserError(
             "This model has no chat template: use a chat model, or have it continue a plain prompt (`sparkdraft "
@@ -74,13 +74,13 @@ def render(
 
 
 def left_open(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with a mark at the end of the last one, where `cut_open` ends the prompt."""
+    """Mark the end of the last message, where `cut_open` cuts the prompt (continue_final_message)."""
     *before, last = map(dict, messages)
     return [*before, last | {"content": f"{last['content']}{OPEN_END} "}]
 
 
 def cut_open(rendered: ChatText) -> ChatText:
-    """The prompt up to the mark: the model continues the last message."""
+    """Cut the prompt at the mark, so that the model continues the last message."""
     end = rendered.text.rfind(OPEN_END)
     if end < 0:
         raise UserError(
@@ -102,9 +102,11 @@ def prompt_text(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> ChatText:
-    """A chat as the model reads it. special: the model's own tokens (bos_token and so on). Messages, tools and
-    variables are the user's: what they spell never becomes a control token, unless the template itself looks for that
-    token and it is not in 'special'."""
+    """Render a chat as the model reads it. special: the model's own tokens, such as bos_token.
+
+    Messages, tools and variables come from the user: what they spell never becomes a control token, unless the template
+    itself looks for that token and it is not in `special`.
+    """
     spared = looked_for(template) - {token for token in special.values() if isinstance(token, str)}
     try:
         messages, tools, given = (control.mark(value, spared) for value in (messages, tools, variables or {}))

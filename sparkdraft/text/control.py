@@ -3,13 +3,12 @@
 A template writes control tokens such as <|im_end|> between the messages, and a message may contain the same characters.
 Before rendering, `mark` puts a secret word into every user string wherever it spells a control token, or could become
 part of one together with the template's own characters. `read` removes the words from the rendered text and remembers
-where they were. A control token with such a place inside it was not written by the template alone, and `encode` gives
-it the ids of ordinary text.
+their positions. A control token with such a position inside it was not written by the template alone, and `encode`
+gives it the ids of ordinary text.
 
-The secret word consists of letters and digits, so templates may trim, join or JSON-encode what they are given. It is
-drawn anew in each process, so no request can contain it. Message text without control tokens is left as it is. A word
-inside a token hides it from a template that looks for it, as for </think> in an earlier answer. Such tokens are spared,
-so they stay control tokens wherever a message spells them; chat.py knows which ones they are.
+The secret word consists of letters and digits, so templates may trim, join or JSON-encode it. It is drawn anew in each
+process, so no request can contain it. It would hide a token from a template that looks for it, as for </think> in an
+earlier answer. chat.py names such tokens, and they are spared: they stay control tokens wherever a message spells them.
 """
 
 from __future__ import annotations
@@ -53,11 +52,8 @@ class ControlTokens:
         self._heads = frozenset(token[:cut] for token in self._ids for cut in range(1, len(token)))
         self._tails = frozenset(token[cut:] for token in self._ids for cut in range(1, len(token)))
 
-    # ---- before and after rendering
-
     def mark(self, value: Any, spared: Collection[str] = ()) -> Any:
-        """The same value with its strings marked: messages, tools, anything made of lists and mappings. spared: control
-        tokens that are not marked."""
+        """Mark the strings in messages, tools or anything made of lists and mappings, except for the spared tokens."""
         if isinstance(value, str):
             return self._mark_text(value, spared)
         if isinstance(value, Mapping):
@@ -67,7 +63,7 @@ class ControlTokens:
         return value
 
     def read(self, rendered: str) -> ChatText:
-        """The rendered text without the secret words, and where they were."""
+        """Remove the secret words from the rendered text and note their positions."""
         first, *rest = rendered.split(SECRET)
         marks, position = [], len(first)
         for piece in rest:
@@ -83,7 +79,7 @@ class ControlTokens:
         return SECRET.join(text[a:b] for a, b in pairwise(borders)) if places else text
 
     def _whole(self, text: str, spared: Collection[str]) -> Iterator[int]:
-        """A place inside each control token that the text spells."""
+        """Yield a position inside each control token that the text spells."""
         match = self._pattern.search(text)
         while match:
             if match[0] not in spared:
@@ -91,8 +87,8 @@ class ControlTokens:
             match = self._pattern.search(text, match.start() + 1)
 
     def _edges(self, text: str) -> Iterator[int]:
-        """Places where the text could form a control token together with what the template writes beside it. Blanks
-        around the text are ignored, because templates trim them."""
+        """Yield positions where the text could form a control token together with what the template writes beside it.
+        Blanks around the text are ignored, because templates trim them."""
         start, core = len(text) - len(text.lstrip()), text.strip()
         sizes = range(1, min(self._max_chars, len(core) + 1))
         if any(core[:size] in self._tails for size in sizes) or self._is_middle(core):
@@ -102,25 +98,23 @@ class ControlTokens:
                 yield start + len(core) - size + 1
 
     def _is_middle(self, core: str) -> bool:
-        """Whether it is an inner part of a control token. Plain words do not count: templates write <|user|> from the
-        role 'user'."""
+        """Whether the text is an inner part of a control token. Plain words do not count: templates write <|user|> from
+        the role 'user'."""
         inner = 0 < len(core) < self._max_chars and not core.replace("_", "").isalnum()
         return inner and any(core in token for token in self._ids)
 
-    # ---- ids
-
     def encode(self, chat: ChatText) -> list[int]:
-        """Ids in which only the template's control tokens are control tokens.
+        """Encode so that only the template's control tokens become control tokens.
 
-        The library finds control tokens by their spelling. So the template's own get the secret word before them, and a
-        tokenizer that knows them only by that spelling encodes the text.
+        The library finds control tokens by their spelling, so the template's own get the secret word before them, and a
+        tokenizer that knows them only by this spelling encodes the text.
         """
         pieces, last = [], 0
         for token in self._by_template(chat):
             pieces += [chat.text[last : token.start()], SECRET, token[0]]
             last = token.end()
         text = "".join([*pieces, chat.text[last:]])
-        # As a batch of one: only then does the library let other threads run meanwhile.
+        # As a batch of one, because only then the library releases the GIL.
         return self._own_ids(self._guarded.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _by_template(self, chat: ChatText) -> Iterator[re.Match[str]]:
@@ -134,7 +128,7 @@ class ControlTokens:
 
     @cached_property
     def _guarded(self) -> RawTokenizer:
-        """The same tokenizer, with the secret word before each control token."""
+        """The tokenizer with the secret word before each control token."""
         guarded = RawTokenizer(self._raw.model)
         if self._raw.normalizer is not None:
             guarded.normalizer = self._raw.normalizer
@@ -147,7 +141,7 @@ class ControlTokens:
 
     @cached_property
     def _renamed(self) -> dict[int, int]:
-        """The guarded tokenizer's ids of added tokens -> the ids of the tokenizer itself."""
+        """Ids of added tokens in the guarded tokenizer -> ids in the tokenizer itself."""
         own = {token.content: index for index, token in self._raw.get_added_tokens_decoder().items()}
         added = self._guarded.get_added_tokens_decoder().items()
         return {index: own[token.content.removeprefix(SECRET)] for index, token in added}
@@ -158,7 +152,7 @@ class ControlTokens:
         for index in encoding.ids:
             if index in self._renamed:
                 ids.append(self._renamed[index])
-            elif index in control:  # a model whose merges can form a control token from ordinary characters
+            elif index in control:  # merges formed it from ordinary characters
                 ids += [part.id for letter in control[index] for part in self._raw.model.tokenize(letter)]
             else:
                 ids.append(index)
@@ -177,5 +171,5 @@ def _respelled(token: AddedToken, content: str) -> AddedToken:
 
 
 def clean(text: str) -> str:
-    """A message without secret words: what a template says about the strings it was given."""
+    """Remove the secret words from an error message of a template."""
     return text.replace(SECRET, "")

@@ -14,7 +14,7 @@ from sparkdraft.text.tokenizer import Vocabulary
 
 
 class Detokenizer:
-    """continues: the ids continue an earlier text, so the first of them keeps its leading space."""
+    """Ids to text. continues: the ids continue an earlier text, so the first of them keeps its leading space."""
 
     def __init__(self, tokenizer: Vocabulary, skip_special: bool = True, continues: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -23,7 +23,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The characters that this id completes: often one word, sometimes none."""
+        """Return the characters that this id completes: often one word, sometimes none."""
         skip = self._skip_special
         if self._begun:
             data = self._tokenizer.token_bytes(token, skip)
@@ -34,7 +34,7 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """The rest: U+FFFD if the text ends within a character."""
+        """Return the rest: U+FFFD if the text ends within a character."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -48,7 +48,7 @@ class StopFinder:
         self._done = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to give out, and whether a stop was found; after that, nothing comes."""
+        """Return the text that can be given out, and whether a stop was found; after a stop, all text is dropped."""
         if self._done:
             return "", True
         if not self._stops:
@@ -63,7 +63,7 @@ class StopFinder:
         return out, True
 
     def finish(self) -> str:
-        """The text that was held back and turned out not to be a stop."""
+        """Return the text that was held back."""
         return self._give(len(self._held))
 
     def _give(self, count: int) -> str:
@@ -71,12 +71,12 @@ class StopFinder:
         return out
 
     def _first(self) -> int | None:
-        """Where the stop that ends first begins."""
+        """The start of the stop that ends first."""
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         return min(ends)[1] if ends else None
 
     def _safe(self) -> int:
-        """How much of the held text comes before the longest suffix that may begin a stop."""
+        """The length of the held text before the longest suffix that may begin a stop."""
         for start in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
             suffix = self._held[start:]
             if any(stop.startswith(suffix) for stop in self._stops):

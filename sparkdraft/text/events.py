@@ -1,8 +1,8 @@
-"""The parts of a model's text for a client: content, reasoning and tool calls, found while the text arrives.
+"""Events of a model's text (content, reasoning, tool calls), and the base of the parsers that find them.
 
-A parser of one format is a generator that reads as if the whole text were there and pauses where the text ends so far.
-So any division into pieces gives the same events, and nothing is held back longer than needed. The formats are in
-tools/ and reasoning/, one small file each.
+A parser is a generator that reads as if the whole text were there and pauses where the text ends so far. So any
+division into pieces gives the same events, and nothing is held back longer than needed. The formats are in reasoning.py
+and tools/.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """A piece of a call's arguments. Joined they are a JSON object, unless the model broke off within the call: then
-    they stay unfinished JSON, so that no client runs half a call."""
+    """A piece of a call's arguments. Joined, they are a JSON object. If the model broke off within the call they stay
+    unfinished JSON, so that no client runs half a call."""
 
     index: int
     text: str
@@ -50,11 +50,11 @@ class Parser(Protocol):
     def feed(self, text: str) -> list[Event]: ...
 
     def finish(self, cut: bool = False) -> list[Event]:
-        """cut: the text was cut off, by a limit; its last words are not what the model would have ended with."""
+        """End the text. cut: a limit ended it, not the model."""
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
-    """The same events, with neighbours of one kind joined."""
+    """Join neighbouring events of one kind."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
@@ -70,20 +70,20 @@ def joined(events: Sequence[Event]) -> list[Event]:
 
 
 class Reader(ABC):
-    """The base of all parsers: each format writes `read` with the helpers below.
+    """The base of all parsers: each format defines `read` with the helpers below.
 
-        text:   | read, may be gone back to | not read |  arrives ...
-                0                           at         len
+        text:   | read, can be read again | not read |  arrives ...
+                0                         at         len
 
-    Text that was given out or given up is removed from the front. To go back, set `at` to 0.
+    Text that was given out or dropped is removed from the front. To read again, set `at` to 0.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        self.space = ""  # the white space before its tag that `copy_until` found and did not give out
-        self.ended = False  # whether no more text will come
-        self.was_cut = False  # whether it ended because it was cut off
+        self.space = ""  # the white space before the tag, which `copy_until` does not give out
+        self.ended = False  # no more text will come
+        self.was_cut = False  # a limit ended the text
         self._events: list[Event] = []
         self._run = self.read()
 
@@ -103,10 +103,10 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self) -> Reading[None]:
-        """Read to the end of the text."""
+        """Read the whole text."""
 
     def give(self, event: Event) -> None:
-        """Give out an event; the text that was read for it cannot be read again."""
+        """Give out an event; the text that was read so far cannot be read again."""
         if not isinstance(event, Content | Reasoning | ToolArguments) or event.text:
             self._events.append(event)
         self.cut()
@@ -141,8 +141,8 @@ class Reader(ABC):
             self.at += 1
 
     def find(self, tags: Sequence[str], limit: int = 0) -> Reading[tuple[int, str]]:
-        """Where the first complete tag begins, and which tag it is; (end of text, "") if there is none, or none within
-        the limit. Reads nothing."""
+        """Find the first complete tag, without reading: (its start, the tag), or (end of text, "") if there is none
+        within the limit."""
         longest, seen = max(map(len, tags)), self.at
         while (found := first_tag(self.text, tags, seen)) is None:
             seen = max(self.at, len(self.text) - longest + 1)
@@ -152,7 +152,7 @@ class Reader(ABC):
 
     def copy_until(self, tags: Sequence[str], event: Callable[[str], Event], hold_space: bool = True) -> Reading[str]:
         """Give out all text before the first of these tags, as early as possible, and read the tag; "" if there is
-        none. White space right before the tag is not given out but kept in `space`."""
+        none. White space right before the tag is kept in `space` instead."""
         while True:
             self.cut()
             found = first_tag(self.text, tags, 0)
@@ -172,7 +172,7 @@ class Reader(ABC):
 
 
 def first_tag(text: str, tags: Sequence[str], start: int) -> tuple[int, str] | None:
-    """The tag that is complete first, the longest if several end there. It is known as soon as it is complete."""
+    """The tag that is complete first, the longest if several end there, with its start."""
     ends = [(at + len(tag), at, tag) for tag in tags if (at := text.find(tag, start)) >= 0]
     if not ends:
         return None
@@ -191,7 +191,7 @@ def held(text: str, tags: Sequence[str]) -> int:
 
 
 class _Chain:
-    """The content of the first parser is the text of the second."""
+    """Feeds the content of the first parser to the second."""
 
     def __init__(self, reasoning: Parser, tools: Parser) -> None:
         self._reasoning, self._tools = reasoning, tools
@@ -219,7 +219,7 @@ class _Plain(Reader):
 
 
 class OnlyCalls:
-    """Of a text that must be calls, what is neither a call nor a thought is markup of a call that was cut."""
+    """Drops content where the text must be calls: it can only be markup of a call that was cut."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
@@ -232,8 +232,8 @@ class OnlyCalls:
 
 
 def chain(reasoning: Parser | None, tools: Parser | None) -> Parser:
-    """One parser for both; with neither, everything is content. A format whose calls and thoughts share channels
-    (harmony) reads both with its tools' parser."""
+    """Combine both parsers into one; with neither, everything is content. Harmony's tool parser reads thoughts too,
+    because they share channels."""
     if reasoning is None or getattr(tools, "reads_reasoning", False):
         return tools or _Plain()
     return reasoning if tools is None else _Chain(reasoning, tools)

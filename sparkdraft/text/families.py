@@ -1,8 +1,7 @@
-"""What families of models do in a chat beyond what their files say, by the `model_type` of config.json. One table.
+"""Chat behaviour of model families that their files do not tell, by the `model_type` of config.json.
 
-A chat template shows most of it: the marks of thoughts and calls in it are those that the model was taught, and
-text/style.py looks for them. A family's line here says the rest, and what holds whatever template a file brings: which
-parsers its text needs, whether it thinks unasked, and which tokens end an answer. No torch.
+The marks in a chat template show most of it (style.py looks for them). The table here adds what holds with any
+template: the parsers, whether the model thinks by default, and which tokens end an answer.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ TOOL_PARSERS = ("hermes", "qwen3_xml", "gemma4", "harmony", "generic")  # text/t
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    reasoning: str = AUTO  # one of REASONING_PARSERS; auto: the template's marks decide, as they do for Qwen's Coders
+    reasoning: str = AUTO  # one of REASONING_PARSERS; auto: the template's marks decide
     tools: str = AUTO  # one of TOOL_PARSERS
-    thinks: bool | None = None  # where nobody asks, in models that have a switch; None: as the template has it
-    efforts: tuple[str, ...] = ()  # how much it can think; none are named where there is no more than a switch
-    stops: tuple[str, ...] = ()  # tokens that end an answer, also where the files do not name them
-    parts: tuple[str, ...] = ()  # tokens that end a part of an answer, and never all of it, whatever the files name
+    thinks: bool | None = None  # the default of models with a switch; None: the template's
+    efforts: tuple[str, ...] = ()  # the values of reasoning_effort; (): there is only a switch
+    stops: tuple[str, ...] = ()  # tokens that end an answer, even if the files do not name them
+    parts: tuple[str, ...] = ()  # tokens that end only a part of an answer, even if the files name them
 
 
 QWEN = Family(stops=("<|im_end|>",))
@@ -60,8 +59,8 @@ def family_of(model_type: str) -> Family:
 def stop_ids(
     generation: Mapping[str, Any], config: Mapping[str, Any], eos: str | None, id_of: Callable[[str], int | None]
 ) -> frozenset[int]:
-    """The tokens that end a text: those of the first file that names some (generation_config.json, config.json, the
-    text_config within it), the tokenizer's end of text, and what the family demands.
+    """The tokens that end a text: those of the first of generation_config.json, config.json and its text_config that
+    names some, the tokenizer's end of text, and the family's.
 
     eos: the tokenizer's end of text, if it has one. id_of: None for a token that the vocabulary does not have.
     """
@@ -76,6 +75,6 @@ def _known(id_of: Callable[[str], int | None], tokens: Iterable[str]) -> set[int
 
 
 def _ids(value: Any) -> list[int]:
-    """The value of a file, which may be wrong."""
+    """Check the ids of a file."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return [whole("eos_token_id in the model's generation_config.json or config.json", each) for each in values]

@@ -1,8 +1,7 @@
-"""How a model talks: which parsers read its thoughts and calls, and how its thinking is switched; each with a reason.
+"""Chooses the parsers of a model's thoughts and calls and the switch of its thinking, each with a reason.
 
-Order of precedence: the user's flag, the model's family (families.py), then the marks and variables of its chat
-template. OpenAI's `reasoning_effort` is answered by what the template can do with it; what it cannot is refused with a
-sentence.
+Order of precedence: the user's flag, the model's family (families.py), the marks and variables of its chat template.
+OpenAI's `reasoning_effort` is translated into the template's variables, or refused where it has none that fits.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ NO_THOUGHTS = ("none", "minimal")
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What can be asked of a model's thinking."""
+    """How a model's thinking can be controlled."""
 
-    happens: bool  # at all
+    happens: bool  # whether the model thinks at all
     switch: str = ""  # the template's variable that turns it on and off
-    default: bool | None = None  # what the switch is set to where nobody asks; None: it is left to the template
-    has_efforts: bool = False  # the template has a variable for the effort itself
-    efforts: tuple[str, ...] = ()  # that it knows; none are named where only the template knows
+    default: bool | None = None  # of the switch; None: the template's
+    has_efforts: bool = False  # the template reads reasoning_effort itself
+    efforts: tuple[str, ...] = ()  # the values that it knows; (): unknown
 
     def variables(self, effort: str | None) -> dict[str, Any]:
-        """For the template, of the effort that a request asks for. Raises UserError for one that cannot be had."""
+        """The template's variables for a requested effort. Raises UserError if the model cannot do it."""
         usual = {self.switch: self.default} if self.switch and self.default is not None else {}
         if effort is None:
             return usual
@@ -64,16 +63,16 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
-    reasoning: ReasoningFormat | None  # None: all it writes is the answer
+    reasoning: ReasoningFormat | None  # None: all text is the answer
     tools: ToolFormat
     thinking: Thinking
-    facts: tuple[Fact, ...]  # which of these it is, and why
+    facts: tuple[Fact, ...]  # what was chosen, and why
 
 
 def chat_style(
     model_type: str, template: str | None, reasoning_parser: str = AUTO, tool_parser: str = AUTO
 ) -> ChatStyle:
-    """The parsers: names of families.py, or "auto"; thoughts can be left in the answer by "none"."""
+    """Choose the style. The parsers are names of families.py, or "auto"; "none" leaves thoughts in the answer."""
     family, text, always = family_of(model_type), template or "", f"all {model_type} models write so"
     thoughts, why = reasoning.by_marks(text)
     if reasoning_parser != AUTO:

@@ -1,7 +1,7 @@
 """Runs chat templates in a child process, with limits on time, memory and output (template_worker.py).
 
-A process that uses templates has one such child. It is started on first use, and again if a template has ended it; it
-ends with its parent. Callers in several threads take turns.
+Each process has one such child, started on first use and again if a template has killed it; it ends with its parent.
+Threads take turns.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sparkdraft.core import UserError
 
 SCRIPT = Path(__file__).parent / "template_worker.py"
 SECONDS = 5.0  # of CPU time for one chat; 2,000 messages take about 0.1
-HANGS = 60.0  # seconds without an answer, on a machine however busy
-MAX_BYTES = 1 << 30  # memory of the child process, and
-BYTES_PER_CHAR = 32  # more for each character that is sent to it
-MAX_CHARS = 1 << 20  # of a rendered chat, and
-CHARS_PER_CHAR = 8  # more for each character of what it is made from
-MAX_TEMPLATE = 1 << 20  # characters
+HANGS = 60.0  # seconds without an answer, on the busiest machine
+MAX_BYTES = 1 << 30  # memory of the child process
+BYTES_PER_CHAR = 32  # more memory for each character that is sent to it
+MAX_CHARS = 1 << 20  # length of a rendered chat
+CHARS_PER_CHAR = 8  # more length for each character that it is made from
+MAX_TEMPLATE = 1 << 20  # length of a template
 
 
 class PastLimit(UserError):
@@ -50,10 +50,10 @@ class Worker:
     def __init__(self) -> None:
         self.owner = os.getpid()  # a fork of this process must start a worker of its own
         self.socket, theirs = socket.socketpair()
-        # -P: without the script's folder among the places that modules come from
+        # -P: do not import from the script's folder
         command = [sys.executable, "-P", str(SCRIPT)]
         with theirs:
-            # its own session: Ctrl-C is for the parent, with which it ends anyway
+            # Its own session, because Ctrl-C is for the parent.
             self.process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
             )
@@ -61,15 +61,15 @@ class Worker:
         self.file = self.socket.makefile("rwb")
 
     def ask(self, task: bytes) -> bytes:
-        """The answer as a line; empty if the process has ended."""
+        """Send a task and return the answer; b"" if the process has ended."""
         try:
             self.file.write(task + b"\n")
             self.file.flush()
             return self.file.readline()
-        except OSError:  # it has closed its end, or says nothing
+        except OSError:  # it has closed its end, or hangs
             self.process.kill()
             return b""
-        except BaseException:  # Ctrl-C: its answer would be taken for that of the next task
+        except BaseException:  # Ctrl-C: the next task would read this answer
             self.process.kill()
             raise
 
@@ -90,8 +90,8 @@ _worker: Worker | None = None
 
 
 def _ask(task: dict[str, Any]) -> dict[str, Any]:
-    """Raises PastLimit. A worker that something else has ended, such as the system for want of memory, gets a second
-    try."""
+    """Run a task in the worker. Raises PastLimit. If something else has killed the worker, such as the system for lack
+    of memory, the task gets a second try."""
     global _worker
     try:
         sent = json.dumps(task)
@@ -138,11 +138,11 @@ def close() -> None:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a template looks at."""
+    """What a template reads."""
 
     variables: frozenset[str] = frozenset()  # messages, tools, enable_thinking and the like
-    looked_for: frozenset[str] = frozenset()  # constants that it looks for in its texts
-    fault: str = ""  # why it cannot render any chat, with its line
+    looked_for: frozenset[str] = frozenset()  # constants that it compares strings with
+    fault: str = ""  # why it can render no chat, with the line of the error
 
 
 @lru_cache(maxsize=16)
@@ -157,7 +157,7 @@ def about(template: str) -> About:
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """Raises PastLimit for a template that takes too much, UserError for messages that it does not take."""
+    """Render. Raises PastLimit if the template takes too much, UserError if it refuses the messages."""
     found = _ask({"do": "render", "template": template, "values": dict(values)})
     if "refused" in found:
         raise UserError(f"The chat template does not take these messages{found['refused']}.")

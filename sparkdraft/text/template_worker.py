@@ -1,14 +1,12 @@
 """The child process in which chat templates run. text/template.py starts it and talks to it.
 
 A chat template is a program that comes with a model's files. Jinja's sandbox keeps it from files and from Python's
-internals, but not from loops without end, `'x' * 10**10` or `9 ** 10**9`, which hold the interpreter or take all
-memory. So templates are parsed, compiled and rendered here, under limits that the operating system enforces whatever
-the code does: the CPU time of each task, and the memory of the process. Jinja runs with exactly the settings and
-helpers that Hugging Face gives it.
+internals, but not from endless loops, `'x' * 10**10` or `9 ** 10**9`, which block the interpreter or take all memory.
+So templates are parsed, compiled and rendered here, under limits that the operating system enforces: the CPU time of
+each task and the memory of the process. Jinja has the settings and helpers that Hugging Face gives it.
 
-One task per line on standard input, one answer per line on standard output, both JSON. The process ends when its
-standard input does. It is run as a script and imports nothing of this package, so that it starts quickly and stays
-small.
+Tasks arrive as lines of JSON on standard input, and answers leave as lines of JSON on standard output. The process ends
+with its input. It runs as a script and imports nothing of this package, so that it starts quickly and stays small.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ MAX_MESSAGE = 500  # characters of an error message, which a template may write 
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the model wrote, for training; here its body is plain text."""
+    """{% generation %} marks what the model wrote, for training; here its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -60,7 +58,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models saw it. Jinja's own filter escapes <, > and & for HTML."""
+    """JSON as models were trained on. Jinja's own filter escapes <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -80,7 +78,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def describe(task: dict[str, Any]) -> dict[str, Any]:
-    """What a template looks at, and what is wrong with it."""
+    """Find what a template reads, and what is wrong with it."""
     found: dict[str, Any] = {"variables": [], "looked_for": [], "fault": _fault(task["template"])}
     if not found["fault"]:
         tree = _environment().parse(task["template"])
@@ -90,7 +88,7 @@ def describe(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fault(template: str) -> str:
-    """Why no chat at all can be rendered by a template, with its line; "" if it is valid Jinja."""
+    """Why a template can render no chat, with the line of the error; "" if it is valid Jinja."""
     try:
         _compile(template)
     except jinja2.TemplateSyntaxError as error:
@@ -103,8 +101,8 @@ def _fault(template: str) -> str:
 
 
 def _looked_for(tree: jinja2.nodes.Template) -> set[str]:
-    """The constants that a template looks for in its texts: what it compares with, and where it splits. Constants that
-    it only writes, as most templates write <|im_end|>, are not among them."""
+    """The constants that a template compares strings with or splits them at, not those that it only writes, such as
+    <|im_end|>."""
     found: list[Node] = []
     for comparison in tree.find_all(jinja2.nodes.Compare):
         found += [comparison.expr, *(operand.expr for operand in comparison.ops)]
@@ -136,7 +134,7 @@ def answer(line: bytes) -> bytes:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = task["max_bytes"] if hard == resource.RLIM_INFINITY else min(task["max_bytes"], hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    # SIGPROF is left at its default: it ends the process, also within one long operation of C code.
+    # SIGPROF keeps its default, so it ends the process even within one long operation of C code.
     signal.setitimer(signal.ITIMER_PROF, task["seconds"])
     try:
         return json.dumps(describe(task) if task["do"] == "describe" else render(task)).encode()

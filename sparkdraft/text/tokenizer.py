@@ -1,8 +1,7 @@
 """Text to ids and ids to bytes, over the `tokenizers` library.
 
-The library turns text into ids. The way back is a growing table of the exact bytes of each id, so that streaming, stop
-strings and grammars never decode the same ids twice. detokenize.py splits the byte stream into characters, and chat.py
-makes the text of a chat.
+The library encodes. Decoding uses a growing table of the exact bytes of each id, so that streaming, stop strings and
+grammars never decode the same ids twice. detokenize.py turns the bytes into characters, and chat.py renders chats.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SPACE = "▁"
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others follow from U+0100 on."""
+    """GPT-2's letters for the 256 bytes: printable bytes stand for themselves, the others begin at U+0100."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -36,7 +35,7 @@ BYTE_OF = byte_alphabet()
 
 
 class Vocabulary(Protocol):
-    """What turning ids into text needs of a tokenizer; toy tokenizers in tests have only this."""
+    """The part of a tokenizer that turns ids into text."""
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
@@ -59,10 +58,10 @@ class Tokenizer:
         generation: dict[str, Any] | None = None,
     ) -> None:
         self.raw = raw
-        raw.no_truncation()  # some tokenizer.json files truncate or pad every text, as in training
+        raw.no_truncation()  # some tokenizer.json files truncate or pad, as in training
         raw.no_padding()
         self.special = special or {}
-        self._table: dict[int, bytes] = {}  # filled on demand: a whole vocabulary would cost 0.2 s at start
+        self._table: dict[int, bytes] = {}  # filled on demand: a whole vocabulary takes 0.2 s
         self._kind, self.strips_space = _decoder_kind(raw)
         self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
         added = raw.get_added_tokens_decoder()
@@ -74,14 +73,16 @@ class Tokenizer:
         return cls(checkpoint.tokenizer_json(), checkpoint.special, checkpoint.config, checkpoint.generation)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """add_special: adds the begin of text where the model wants one. Control tokens that the text spells become
-        control tokens: a plain prompt may contain them. A chat goes through `encode_chat`."""
+        """Encode a plain prompt, in which spelled control tokens become control tokens (unlike in `encode_chat`).
+
+        add_special: adds the begin of text where the model wants one.
+        """
         _check_unicode(text)
-        # As a batch of one: only then does the library let other threads run meanwhile.
+        # As a batch of one, because only then the library releases the GIL.
         return list(self.raw.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def encode_chat(self, chat: ChatText) -> list[int]:
-        """The ids of a chat from text/chat.py, in which only the template's control tokens are control tokens."""
+        """Encode a chat, in which only the template's control tokens become control tokens."""
         if not chat.marks:
             return self.encode(chat.text, add_special=False)
         _check_unicode(chat.text)
@@ -98,8 +99,7 @@ class Tokenizer:
         return token in self.special_ids
 
     def token_bytes(self, token: int, skip_special: bool = True) -> bytes:
-        """The bytes that an id adds to a text; b"" for an id out of range, and for a special id if these are
-        skipped."""
+        """The bytes that an id adds to a text; b"" for an id out of range and for a skipped special id."""
         if skip_special and token in self.special_ids:
             return b""
         data = self._table.get(token)
@@ -108,7 +108,7 @@ class Tokenizer:
         return data
 
     def first_bytes(self, token: int, skip_special: bool = True) -> bytes:
-        """The same for the first token of a text, which may lose the space that encoding put before it."""
+        """As `token_bytes`, for the first token of a text, which may lose the space that encoding put before it."""
         data = self.token_bytes(token, skip_special)
         if self.strips_space and self._kind == METASPACE:
             return data.replace(b" ", b"")  # this decoder drops every space in its first token
@@ -147,7 +147,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 def _decoder_kind(raw: RawTokenizer) -> tuple[str, bool]:
-    """Which of the known decoders this is, and whether it removes a leading space."""
+    """The kind of the decoder, and whether it removes a leading space."""
     if raw.decoder is None:
         raise UserError("The tokenizer has no decoder, so its ids cannot become text: fetch tokenizer.json again.")
     state = json.loads(raw.decoder.__getstate__())
@@ -157,12 +157,7 @@ def _decoder_kind(raw: RawTokenizer) -> tuple[str, bool]:
         return BYTE_LEVEL, False
     if kinds == ["Metaspace"]:
         return METASPACE, steps[0].get("prepend_scheme", "always") != "never"
-    if {"Replace", "ByteFallback"} & set(kinds) and set(kinds) <= {
-        "Replace",
-        "ByteFallback",
-        "Fuse",
-        "Strip",
-    }:
+    if {"Replace", "ByteFallback"} & set(kinds) and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         return SENTENCEPIECE, any(step["type"] == "Strip" and step.get("start", 0) > 0 for step in steps)
     raise UserError(
         f"The tokenizer decodes by {' + '.join(kinds)}, and byte-level and SentencePiece decoders are read: "

@@ -1,8 +1,7 @@
 """A checkpoint: a config, named tensors, a tokenizer and a chat template, wherever they come from.
 
-`open_checkpoint` turns what a user typed (a short name, a folder, a .gguf file or a hub id) into one of two readers
-that look the same from outside, with Hugging Face's names for everything. Reading the bytes is safetensors.py's and
-gguf.py's work, fetching the embedded model hub.py's; what the tensors mean is known to the models alone.
+`open_checkpoint` turns what a user typed (a short name, a folder, a .gguf file or a hub id) into one of two readers,
+safetensors.py or gguf.py, which use Hugging Face's names for everything. hub.py fetches what is not on this machine.
 """
 
 from __future__ import annotations
@@ -40,24 +39,21 @@ class Checkpoint(Protocol):
     def names(self) -> list[str]:
         """Tensor names as Hugging Face writes them: model.layers.0.self_attn.q_proj.weight.
 
-        A matrix of a quantised format has that one name, whatever tensors of the file it is made of.
+        A quantised matrix has this one name, however many tensors of the file it consists of.
         """
 
     def read(self, name: str) -> Stored:
-        """One tensor, or one matrix in the format that it is stored in; mapped from the file where its layout allows.
-
-        Treat it as read-only.
-        """
+        """Read one tensor or one quantised matrix, mapped from the file where possible. Treat it as read-only."""
 
     def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes:
-        """What the file holds, for the plan. unread: beginnings of names that will not be loaded."""
+        """Count what the file holds, for the plan. unread: prefixes of names that will not be loaded."""
 
     def tokenizer_json(self) -> RawTokenizer:
-        """The tokenizer as the `tokenizers` library runs it."""
+        """The tokenizer, for the `tokenizers` library."""
 
 
 def open_checkpoint(name: str) -> Checkpoint:
-    """The first that fits: a known short name, a folder, a .gguf file, a hub id. Raises UserError when none does."""
+    """Open the first that fits: a known short name, a folder, a .gguf file, a hub id. Raises UserError if none does."""
     name = str(name)
     if name in hub.KNOWN:
         return _open_file(hub.fetch(name))
@@ -72,8 +68,8 @@ def open_checkpoint(name: str) -> Checkpoint:
 
 
 def check_name(name: str) -> None:
-    """Raise UserError if the name stands for no model: a look that takes no torch and fetches at most the config.json
-    of a hub id that is not cached."""
+    """Raise UserError if the name stands for no model. Loads no torch, and fetches at most the config.json of a hub id
+    that is not cached."""
     path = user_path(name)
     if name in hub.KNOWN or path.is_file():
         return
@@ -86,7 +82,7 @@ def check_name(name: str) -> None:
 
 
 def _in_hub(name: str) -> tuple[str, str] | None:
-    """The repository of a hub id, and the .gguf file that may follow it."""
+    """The repository of a hub id, and the .gguf file that may follow it; None: the name is no hub id."""
     repo, _, file = name.partition(":")
     is_file = repo.endswith((".gguf", ".safetensors")) or (file and not file.endswith(".gguf"))
     return (repo, file) if HUB_ID.fullmatch(repo) and not is_file else None
@@ -136,9 +132,8 @@ def _check_folder(path: Path) -> None:
 
 
 def read_config_json(name: str) -> dict[str, Any]:
-    """The config.json that a name stands for, and nothing else of its checkpoint: a folder, the file itself, a .gguf
-    file (whose header is translated) or a hub id, of which nothing else is fetched. What files beside it say of its
-    quantised matrices is added, where there are any. Raises UserError."""
+    """Read the config.json of a folder, the file itself, a .gguf file (by translating its header) or a hub id, and
+    nothing else of the checkpoint. Adds what files beside it say of quantised matrices. Raises UserError."""
     path = user_path(name)
     if path.suffix == ".gguf" or name in hub.KNOWN:
         return open_checkpoint(name).config
@@ -155,7 +150,7 @@ def read_config_json(name: str) -> dict[str, Any]:
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """Of the safetensors in a folder, from their headers alone; [] if there are none. Raises UserError."""
+    """The names of the tensors in a folder, from the headers of its safetensors files. Raises UserError."""
     names: list[str] = []
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -173,7 +168,7 @@ def _open_hub(repo: str, file: str) -> Checkpoint:
     """From the hub, or from its local cache when the hub cannot be reached."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    # that library draws bars of its own
+    # is_drawn=False: the hub library draws its own bars
     with explained(repo), progress(f"fetching {repo} from the hub", is_drawn=False):
         if file:
             path = hf_hub_download(repo, file)

@@ -1,10 +1,8 @@
-"""Tensors that kernels make on first use and keep: one decorator for all of them.
+"""`device_constant`: a decorator for tensors that kernels make on first use and keep.
 
-The first use may lie within a capture (kernels/cuda/runtime/graph.py, kernels/cuda/runtime/compiling.py), and a
-capture runs
-nothing: a tensor made there would be kept without ever having been filled, in memory that goes with the capture. Such a
-tensor is made on a stream that is not captured, so it is filled before the first kernel reads it, whoever asks for it
-first. `tests/kernels/test_constants.py` finds cached functions that return tensors in any other way.
+The first use may be inside a CUDA graph capture, which runs nothing: a tensor made there would never be filled, and its
+memory would go with the capture. So such tensors are made on a stream that is not captured.
+`tests/kernels/test_constants.py` finds cached functions that return tensors in any other way.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def device_constant(make: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
-    """As functools.cache, for a function that returns a tensor which nobody replaces."""
+    """Like functools.cache, for a function that returns a constant tensor."""
 
     @cache
     @wraps(make)
@@ -35,14 +33,14 @@ def device_constant(make: Callable[Parameters, Tensor]) -> Callable[Parameters, 
 
 
 def is_captured() -> bool:
-    """Whether what is launched now is captured, and so does not run."""
+    """Whether a capture is under way, so that launches do not run."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """What is launched within runs now, and has ended with the block. Captures take streams of the usual priority, so
-    a stream of another priority is none of theirs."""
+    """Launches in this block run now and are complete at its end. Captures use streams of the usual priority, so a
+    stream of another priority is not one of theirs."""
     stream = torch.cuda.Stream(priority=-1)
     with torch.cuda.stream(stream):
         yield

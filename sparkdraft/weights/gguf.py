@@ -84,7 +84,7 @@ class TensorInfo:
 
 
 class GgufFile:
-    """The header of one file: `meta` (key -> value) and `tensors` (name in the file -> where it is)."""
+    """The header of one file: `meta` (key -> value) and `tensors` (name in the file -> `TensorInfo`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,7 +92,7 @@ class GgufFile:
         if self.size < 24:
             self.broken("it is shorter than a header")
         with path.open("rb") as file:
-            # Private pages: a tensor that somebody writes to by mistake neither crashes nor changes the file.
+            # Private pages: writing to a tensor by mistake neither crashes nor changes the file.
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._view = memoryview(self.map)
         self._pos = 4
@@ -119,7 +119,7 @@ class GgufFile:
         raise UserError(f"The GGUF file {self.path} is damaged or incomplete ({why}): fetch it again.")
 
     def _take(self, count: int) -> int:
-        """Step over 'count' bytes and return where they begin."""
+        """Step over `count` bytes and return their start."""
         start = self._pos
         if count > self.size - start:
             self.broken(f"its header goes on after the {self.size:,} bytes of the file")
@@ -154,7 +154,7 @@ class GgufFile:
         return np.frombuffer(self._view, dtype, count, self._take(count * dtype.itemsize)).tolist()
 
     def _strings(self, count: int) -> list[str]:
-        """A vocabulary is 10^5 strings, each behind its length: everything that can be is out of the loop."""
+        """Read a vocabulary: 10^5 strings, each after its length, so the loop is kept tight."""
         if count * 8 > self.size - self._pos:
             self.broken(f"it promises a list of {count:,} strings")
         view, pos, size, unpack = self._view, self._pos, self.size, struct.Struct("<Q").unpack_from
@@ -206,11 +206,11 @@ class GgufFile:
         return sizes[kind]
 
     def bytes(self, info: TensorInfo) -> Tensor:
-        """The raw bytes of a tensor, uint8, in place."""
+        """The raw bytes of a tensor as uint8, without a copy."""
         return torch.frombuffer(self.map, dtype=torch.uint8, count=info.size, offset=info.start)
 
     def read(self, name: str) -> Stored:
-        """One tensor under the file's own name and in the file's own row order."""
+        """Read one tensor by its name in the file, in the file's row order."""
         info = self.tensors[name]
         if info.size == 0:
             return torch.empty(info.shape)
@@ -225,7 +225,7 @@ class GgufFile:
 
 
 def _gguf_package(path: Path) -> tuple[Any, Any]:
-    """Imported only for files that need it: it costs 0.2 s."""
+    """Import the gguf package, which takes 0.2 s, for files that need it."""
     try:
         import gguf.constants
         import gguf.quants
@@ -238,7 +238,7 @@ def _gguf_package(path: Path) -> tuple[Any, Any]:
 
 
 def hf_name(name: str) -> str | None:
-    """Hugging Face's name for a tensor of the file, None for one that has none there."""
+    """Hugging Face's name for a tensor of the file; None if it has none."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     match = LAYER.fullmatch(name)
@@ -297,7 +297,7 @@ class GgufCheckpoint:
         return take_rows(value, rows)
 
     def matrix_types(self) -> dict[str, tuple[str, int]]:
-        """Of each matrix, by its name in a checkpoint: GGUF's name of its type, "" for floats, and how many weights."""
+        """Each matrix of the checkpoint -> (GGUF's name of its type, "" for floats; number of weights)."""
         tensors = {name: self.file.tensors[own] for name, own in self._names.items()}
         return {name: (NAMES.get(t.kind, ""), prod(t.shape)) for name, t in tensors.items() if len(t.shape) == 2}
 
@@ -310,7 +310,8 @@ class GgufCheckpoint:
         return count_stored(matrices, self.config["tie_word_embeddings"])
 
     def _interleaved_heads(self, name: str) -> int | None:
-        """llama.cpp stores Llama's q and k for rope over neighbours; Hugging Face rotates the two halves of a head."""
+        """The number of heads whose rows must be reordered: llama.cpp stores Llama's q and k for rope over neighbours,
+        Hugging Face rotates the two halves of a head."""
         if self.config["model_type"] != "llama" or "_norm" in name:
             return None
         if ".q_proj." in name:
@@ -324,7 +325,7 @@ class GgufCheckpoint:
 
 
 def _half_split_rows(rows: int, heads: int) -> Tensor:
-    """For each row of the Hugging Face order, its row in the file: pairs (2i, 2i + 1) become (i, i + dim/2)."""
+    """Each row's index in the file, in Hugging Face's order: pairs (2i, 2i + 1) become (i, i + dim/2)."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
@@ -336,7 +337,7 @@ def _special(meta: dict[str, Any]) -> dict[str, str]:
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
-    """The metadata as config.json would have it."""
+    """Translate the metadata into a config.json."""
     meta = file.meta
     arch = meta.get("general.architecture")
     if arch not in ARCHITECTURES:
@@ -389,7 +390,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _rope_scaling(file: GgufFile, arch: str) -> dict[str, Any] | None:
-    """None, linear or yarn. Llama 3's scaling is not metadata but the tensor `rope_freqs`, a divisor per frequency."""
+    """The rope_scaling of a config. Llama 3's scaling is not metadata but the tensor `rope_freqs`."""
     prefix = f"{arch}.rope.scaling."
     meta = {key[len(prefix) :]: value for key, value in file.meta.items() if key.startswith(prefix)}
     kind = meta.get("type", "none")

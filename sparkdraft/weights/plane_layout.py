@@ -1,4 +1,4 @@
-"""How codes of 4 and 8 bits lie in a GPU's memory: sizes alone, so that a plan can count them. No torch.
+"""How codes of 4 and 8 bits lie in a GPU's memory, as numbers without torch, so that a plan can count bytes.
 
 A row of the matrix is cut into tiles, and a tile into planes: 4 planes of 4-bit codes, 2 of 8-bit codes. Word j of a
 tile, of 16 bits, holds column j of every plane, so that one mask (and a shift) turns a tile of words into a plane of
@@ -6,15 +6,15 @@ numbers, two per register, and each plane meets its own columns of x in their or
 
     tile c, word j    | plane 0: column c * tile + j | plane 1: column c * tile + plane + j | ...
 
-Strips of 16 rows lie after each other, and within a strip its tiles, so that what a kernel reads at once is one piece
-of memory: tiles of 16 columns by themselves are pieces of 32 bytes, of which a GPU reads a third as fast.
+Strips of 16 rows lie after each other, and within a strip its tiles, so that a kernel reads contiguous memory. A GPU
+reads pieces of 32 bytes, such as a single row of a tile of 16 columns, at a third of the speed.
 
     strip | tile 0: row 0, row 1, ... row 15 | tile 1: row 0, ... | ...          the last strip is filled up with zeros
 
 A plane never spans two groups. Scales are in the type that they are stored in, 4 bytes to a word, in the order of their
-groups; of a strip, word 0 of its 16 rows, then word 1. Only e4m3 (NVFP4's) become "e5m3": they are never negative, so
-the bit of the sign is one more of the exponent, all numbers are normal ones, and a shift and a sum make their bits
-bfloat16's. The last tile is filled up with zeros.
+groups; within a strip, word 0 of its 16 rows, then word 1. Only e4m3 scales (NVFP4's) become "e5m3": they are never
+negative, so the sign bit extends the exponent, all numbers are normal, and a shift and an addition convert their bits
+to bfloat16. The last tile is filled up with zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 PLANES = (64, 32, 16)  # columns of a plane, the best first: long rows in memory and few steps
 STRIP = 16  # rows; kernels take multiples of it
-MOST_WASTE = 0.03  # of the tiles may be filling where a smaller plane avoids it
+MOST_WASTE = 0.03  # share of padding at which a smaller plane is chosen
 SIZES = {"": 0, "e8m0": 1, "e5m3": 1, "f16": 2, "bf16": 2, "f32": 4}  # bytes of a scale or an offset
 
 
@@ -53,11 +53,11 @@ class PlaneLayout(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Groups per row, those of the filling included."""
+        """Groups per row, padding included."""
         return -(-self.tiles * self.tile // self.group) if self.group else 0
 
     def group_words(self, kind: str) -> int:
-        """32-bit words per row of scales, or of offsets, of a type."""
+        """32-bit words per row of scales (or offsets) of a type."""
         return -(-self.groups * SIZES[kind] // 4)
 
     @property
@@ -66,13 +66,13 @@ class PlaneLayout(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Under which launches are tuned: what a kernel reads and how it decodes it."""
+        """The name under which launches are tuned."""
         grouped = f"_{self.scale}_{self.group}" if self.scale else ""
         return f"{self.levels}{grouped}{'_offset' if self.offset else ''}"
 
 
 def layout_of(levels: str, bits: int, width: int, group: int = 0, scale: str = "", offset: str = "") -> PlaneLayout:
-    """The plane that fits best. group: a multiple of the smallest plane, or 0."""
+    """Choose the plane that fits best. group: a multiple of the smallest plane, or 0."""
     found = [PlaneLayout(levels, bits, width, plane, group, scale, offset) for plane in PLANES if not group % plane]
     assert found, f"groups of {group}"
     size = max(SIZES[scale], SIZES[offset])
@@ -82,7 +82,7 @@ def layout_of(levels: str, bits: int, width: int, group: int = 0, scale: str = "
 
 
 class CodeForm(NamedTuple):
-    """What must be known of a quantised matrix to say how its planes lie: the types of `Coded`, not its numbers."""
+    """The types of a `Coded` matrix without its numbers: they determine its layout and size."""
 
     levels: str  # of weights/quant/stored.py
     bits: int
@@ -92,7 +92,7 @@ class CodeForm(NamedTuple):
     row_scale: bool = False
 
     def layout(self, width: int) -> PlaneLayout | str:
-        """How rows of so many columns lie, or why kernels have no form for them."""
+        """The layout of rows of this width, or why kernels have no form for them."""
         scale, group = "" if self._is_by_row(width) else self.scale, self.group or width
         group = group if scale or self.offset else 0
         if group % PLANES[-1]:
@@ -106,30 +106,30 @@ class CodeForm(NamedTuple):
         return self.row_scale or (bool(self.scale) and self._is_by_row(width))
 
     def nbytes(self, rows: int, width: int) -> int | None:
-        """Of the planes of a matrix; None: it is kept as floats."""
+        """Bytes of a matrix in planes; None: it is kept as floats."""
         layout = self.layout(width)
         if isinstance(layout, str):
             return None
         return -(-rows // STRIP) * STRIP * layout.row_bytes + rows * 4 * self.has_row_scale(width)
 
     def table_bytes(self, rows: int, width: int) -> int:
-        """Of a matrix that rows are looked up in, which lies as it is read."""
+        """Bytes of a table in which rows are looked up, which keeps the order of its file."""
         groups = width // (self.group or width)
         each = width * self.bits // 8 + groups * (SIZES[self.scale] + SIZES[self.offset])
         return rows * (each + 4 * self.row_scale)
 
     @property
     def per_weight(self) -> float:
-        """Bytes, without what is one number per row and without filling."""
+        """Bytes per weight, without numbers per row and without padding."""
         by_group = (SIZES[self.scale] + SIZES[self.offset]) / self.group if self.group else 0.0
         return self.bits / 8 + by_group
 
     def _is_by_row(self, width: int) -> bool:
-        """A scale per row and no other."""
+        """Whether a scale per row is the only scale."""
         return (self.group or width) == width and not self.offset and not self.row_scale
 
 
-# GGUF's types as a GPU keeps them. Q4_1: its offsets get eight scales added, and are halves only if all these sums are.
+# GGUF's types as a GPU keeps them. Q4_1's offsets get 8 scales added, and stay float16 only if all sums are exact.
 GGUF_FORMS = {
     "q4_0": CodeForm("int4", 4, 32, "f16"),
     "q4_1": CodeForm("int4", 4, 32, "f16", "f32"),
@@ -145,13 +145,13 @@ GGUF_FORMS = {
 
 
 class StoredBytes(NamedTuple):
-    """What a file holds, as a GPU keeps it."""
+    """The contents of a file as a GPU keeps them."""
 
-    quantised: int  # bytes of planes, and of tables of codes
-    floats: int  # numbers in all that is kept as floats
+    quantised: int  # bytes of planes and of tables of codes
+    floats: int  # numbers that are kept as floats
 
     def kept(self, itemsize: float) -> int:
-        """Bytes in memory, where floats have that size."""
+        """Bytes in memory, with floats of this size."""
         return int(self.quantised + self.floats * itemsize)
 
 
@@ -169,7 +169,7 @@ EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight")
 
 
 def count_stored(matrices: Iterable[StoredMatrix], tied: bool = False) -> StoredBytes:
-    """tied: the embedding is the head as well, which is kept in two orders if it is codes."""
+    """Add up the sizes. tied: the embedding is also the head; as codes it is kept in two orders."""
     quantised = floats = 0
     for name, rows, width, form in matrices:
         size = form.nbytes(rows, width) if form and not name.endswith(ROUTERS) else None

@@ -1,7 +1,7 @@
 """Quantised matrices in the order in which a GPU reads them (plane_layout.py), made from `Coded` and turned back.
 
-Nothing is rounded on the way: codes, scales and offsets are those of the file. `pack` stacks matrices of one format
-into one, a piece of a matrix at a time, so that nothing large is made beside the result.
+Nothing is rounded: codes, scales and offsets are those of the file. `pack` stacks matrices of one format into one, a
+piece at a time, so that no large temporary tensor is made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparkdraft.weights.linear import CannotKeep
 from sparkdraft.weights.plane_layout import STRIP, CodeForm, PlaneLayout
 from sparkdraft.weights.quant.stored import LEVELS, Coded, scale_values
 
-PIECE = 1 << 22  # weights that are repacked at once: as 32-bit integers they take 16 MB
+PIECE = 1 << 22  # weights repacked at once: 16 MB as 32-bit integers
 TYPES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e5m3"}
 TYPES |= {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -42,7 +42,7 @@ class Planes:
         return sum(t.nbytes for t in (self.codes, self.scale, self.offset, self.row_scale) if t is not None)
 
     def part(self, first: int, last: int) -> Planes:
-        """Output rows from first to last: without a copy, if a strip begins with the first."""
+        """Output rows from first to last; without a copy if a strip begins with the first."""
         if first % STRIP:
             return self.take(torch.arange(first, last))
         strips = slice(first // STRIP, -(-last // STRIP))
@@ -62,7 +62,7 @@ class Planes:
         return made
 
     def coded(self) -> Coded:
-        """What it was packed from."""
+        """Turn it back into what it was packed from."""
         layout, out = self.layout, self.out
         every = torch.arange(out, device=self.codes.device)
         words = _rows(self.codes, every).view(out, layout.tiles, 1, layout.plane).int()
@@ -84,7 +84,7 @@ class Planes:
 
 
 def _rows(strips: Tensor, ids: Tensor) -> Tensor:
-    """Rows of the matrix out of [strips, pieces, STRIP, ...]: [ids, pieces, ...]."""
+    """Gather rows of the matrix from [strips, pieces, STRIP, ...] into [ids, pieces, ...]."""
     return strips[ids // STRIP, :, ids % STRIP].contiguous()
 
 
@@ -93,7 +93,7 @@ def _put(strips: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def plan_layout(parts: Iterable[Coded]) -> PlaneLayout:
-    """The layout in which all of the parts can lie in one matrix. Raises CannotKeep where there is none."""
+    """The layout that fits all of the parts. Raises CannotKeep if there is none."""
     found = {_layout(part) for part in parts}
     if len(found) > 1:
         raise CannotKeep(f"parts of different formats ({' and '.join(sorted(each.name for each in found))})")
@@ -113,7 +113,7 @@ def _layout(part: Coded) -> PlaneLayout:
 
 
 def pack(parts: Sequence[Coded], device: torch.device, layout: PlaneLayout | None = None) -> Planes:
-    """One matrix stacked of the parts, which have one layout. Raises CannotKeep."""
+    """Stack the parts, which have one layout, into one matrix. Raises CannotKeep."""
     layout = layout or plan_layout(parts)
     made = empty(layout, sum(part.shape[0] for part in parts), device, any(has_row_scale(part) for part in parts))
     fill(made, parts)
@@ -121,7 +121,7 @@ def pack(parts: Sequence[Coded], device: torch.device, layout: PlaneLayout | Non
 
 
 def empty(layout: PlaneLayout, out: int, device: torch.device, row_scale: bool) -> Planes:
-    """Room for a matrix."""
+    """Allocate a matrix of zeros."""
     strips = -(-out // STRIP)
     scale, offset = (
         torch.zeros((strips, layout.group_words(kind), STRIP), dtype=torch.int32, device=device) if kind else None
@@ -136,7 +136,7 @@ def has_row_scale(part: Coded) -> bool:
 
 
 def fill(made: Planes, parts: Iterable[Coded], first: int = 0) -> None:
-    """Put the parts into rows from 'first' on."""
+    """Write the parts into rows from `first` on."""
     for part in parts:
         _check(part)
         step = max(PIECE // part.shape[1], 1)
@@ -147,7 +147,7 @@ def fill(made: Planes, parts: Iterable[Coded], first: int = 0) -> None:
 
 
 def _fill(made: Planes, first: int, part: Coded, at: slice) -> None:
-    """Put some rows of a part into rows from 'first' on."""
+    """Write some rows of a part into rows from `first` on."""
     layout, device = made.layout, made.codes.device
     codes = part.codes[at].to(device)
     if layout.bits == 4:
@@ -174,7 +174,7 @@ def _fill(made: Planes, first: int, part: Coded, at: slice) -> None:
 
 
 def _check(part: Coded) -> None:
-    """Codes that kernels would read as other numbers."""
+    """Raise CannotKeep for codes that kernels would decode wrongly."""
     kind = None if part.scale is None else part.scale.dtype
     if part.levels == "e4m3" and _has_nan(part.codes):
         raise CannotKeep("it holds numbers that are not a number")
@@ -189,18 +189,18 @@ def _has_nan(e4m3: Tensor) -> bool:
 
 
 def _to_e5m3(e4m3: Tensor) -> Tensor:
-    """uint8 of the same numbers, none of them negative: (1 + m / 8) * 2 ** (e - 16), and 0 for 0."""
+    """Recode numbers that are not negative: (1 + m / 8) * 2 ** (e - 16), and 0 for 0."""
     bits = e4m3.view(torch.float8_e4m3fn).float().view(torch.int32)
     return torch.where(e4m3 == 0, 0, (bits >> 20) - (111 << 3)).to(torch.uint8)
 
 
 def _from_e5m3(e5m3: Tensor) -> Tensor:
-    """uint8 of e4m3 again."""
+    """Undo `_to_e5m3`."""
     numbers = ((e5m3.int() << 20) + (111 << 23)).view(torch.float32).where(e5m3 != 0, 0.0)
     return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-# ---- where the bits of a code are within a word. kernels/cuda/linear/dequantise.py reads them there
+# Where the bits of each code are within a word; kernels/cuda/linear/dequantise.py decodes them.
 
 
 def _place(levels: str, codes: Tensor) -> Tensor:  # int32 [out, tiles, planes, plane] -> int16 [out, tiles, plane]
@@ -211,7 +211,7 @@ def _place(levels: str, codes: Tensor) -> Tensor:  # int32 [out, tiles, planes, 
 
 
 def _find(levels: str, words: Tensor) -> list[Tensor]:
-    """int32 codes by plane, in the shape of 'words'."""
+    """int32 codes by plane, each in the shape of `words`."""
     return [find(words) for _, find in _PLACES[levels]]
 
 
@@ -225,7 +225,7 @@ def _in_order(bits: int) -> _Places:
 
 
 def _e2m1(shift: int) -> tuple[Place, Place]:
-    """After a shift to the left, the sign is where bfloat16's is, and the rest at its lowest exponents."""
+    """After a left shift by `shift`, the sign is at bfloat16's sign and the rest at its lowest exponent bits."""
 
     def put(code: Tensor) -> Tensor:
         return (((code & 8) << 12) | ((code & 7) << 6)) >> shift

@@ -1,14 +1,13 @@
-"""What `--weights` has quantised, kept in the user's cache, so that the next load need not read and round floats again.
+"""Keeps what `--weights` quantised in the user's cache, so that the next load need not read and round floats again.
 
     quantised/NAME-FORMAT-DEVICE-PLACE-KEY/matrices   the numbers of all matrices, one after the other; of a drafter,
                                                       NAME-drafter-FORMAT-...
     quantised/NAME-FORMAT-DEVICE-PLACE-KEY/index.json what lies where, with a checksum per matrix; written last
 
-PLACE stands for the checkpoint's path, and KEY for the state of its files, the format, the device, and the code that
-rounds: a change of any of them is another folder, and the one that it replaces is removed, as are those of checkpoints
-that are gone. A folder gets its name when it is whole, by a rename, so a load that is interrupted leaves nothing that
-would be read. Matrices are written and read one at a time. One that does not agree with its checksum is quantised
-again, and the folder is removed.
+PLACE is a hash of the checkpoint's path, and KEY one of the state of its files, the format, the device, and the code
+that rounds: if any of them changes, a new folder replaces the old one. Folders of deleted checkpoints are removed. A
+folder gets its name by a rename when it is complete, so an interrupted load leaves nothing that would be read. A matrix
+that does not match its checksum is quantised again, and the folder is removed.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from sparkdraft.weights.quant.stored import Coded
 
 DATA, INDEX, WRITING = "matrices", "index.json", "writing-"
 PARTS = ("codes", "scale", "offset", "row_scale")  # of a Coded
-ALIGNED = 64  # bytes at whose multiples tensors begin
-ABANDONED = 3600.0  # seconds without a write after which a half-written folder is taken for one of a killed process
+ALIGNED = 64  # bytes: tensors begin at multiples of it
+ABANDONED = 3600.0  # seconds without a write after which a half-written folder counts as left by a killed process
 DAMAGED = "the cache of quantised weights is damaged"
 NOT_WRITTEN = "quantised weights are not kept for the next load"
-MOST_SHARE = 0.5  # of a checkpoint's bytes that its quantised matrices take: floats have at least 16 bits
-STAYS_FREE = 1 << 30  # bytes of the disk
+MOST_SHARE = 0.5  # of the checkpoint's bytes, at most: floats have at least 16 bits
+STAYS_FREE = 1 << 30  # bytes of the disk that are left free
 
 
 def folder() -> Path:
@@ -51,7 +50,7 @@ def folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A whole cache of one checkpoint."""
+    """The complete cache of one checkpoint."""
 
     path: Path
     checkpoint: str
@@ -69,15 +68,15 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Remove all of them, the half-written too. Returns the bytes that were freed."""
+    """Remove all entries, half-written ones too. Returns the bytes that were freed."""
     size = sum(file.stat().st_size for file in folder().glob("*/*") if file.is_file())
     shutil.rmtree(folder(), ignore_errors=True)
     return size
 
 
 def open_cache(checkpoint: Path, form: str, device: str, part: str = "") -> QuantisedCache | None:
-    """The cache of a checkpoint in a format; None if there is nothing to quantise, or no file whose state could be
-    compared. part: of a checkpoint that several read, such as a target with its drafter in one file."""
+    """Open the cache of a checkpoint in a format; None if there is nothing to quantise, or no file whose state could be
+    compared. part: names a part of a checkpoint with several readers, such as the drafter in its target's file."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.glob("*.safetensors"))
     if form == "auto" or not files:
         return None
@@ -90,12 +89,12 @@ def open_cache(checkpoint: Path, form: str, device: str, part: str = "") -> Quan
 
 
 class QuantisedCache:
-    """Either reads what an earlier load has written, or writes what this one quantises."""
+    """Reads what an earlier load has written, or writes what this one quantises."""
 
     def __init__(self, path: Path, checkpoint: Path, form: str, size: int) -> None:
         """size: bytes of the checkpoint."""
         self.path, self._checkpoint, self._form, self._size = path, checkpoint.resolve(), form, size
-        self.problem: tuple[str, str] | None = None  # what the user shall know, and why
+        self.problem: tuple[str, str] | None = None  # a note for the user: what, and why
         self._counts: Counter[str] = Counter()
         self._matrices: dict[str, Any] = {}
         self._work: Path | None = None  # the folder that is being written
@@ -114,8 +113,8 @@ class QuantisedCache:
         return self._map is not None
 
     def key(self, name: str) -> str:
-        """A name of its own for each matrix, also where those of several experts have one name. The order in which a
-        model asks for its matrices never changes."""
+        """A unique key for each matrix, also where the matrices of several experts share a name: a model always asks
+        for them in the same order."""
         self._counts[name] += 1
         return f"{name}#{self._counts[name]}"
 
@@ -175,7 +174,7 @@ class QuantisedCache:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """What is not finished by now belongs to a load that has failed."""
+        """Drop what is not finished: the load has failed."""
         self._abandon()
 
     def _abandon(self) -> None:
@@ -184,8 +183,6 @@ class QuantisedCache:
         if self._work is not None:
             shutil.rmtree(self._work, ignore_errors=True)
         self._data = self._work = None
-
-    # ---- the parts
 
     def _begin(self) -> None:
         try:
@@ -236,7 +233,7 @@ class QuantisedCache:
 
 
 def _read_index(path: Path) -> dict[str, Any] | None:
-    """None: there is none, or it is not whole."""
+    """Read the index; None if there is none, or the folder is incomplete."""
     if path.name.startswith(WRITING):
         return None
     try:
@@ -248,12 +245,12 @@ def _read_index(path: Path) -> dict[str, Any] | None:
 
 
 def _is_gone(checkpoint: Path) -> bool:
-    """A folder that is missing with it may be on a disk that is not mounted now."""
+    """Whether a checkpoint was deleted. If its parent is missing too, its disk may just not be mounted."""
     return checkpoint.parent.exists() and not checkpoint.exists()
 
 
 def _code_version() -> str:
-    """Of what decides which numbers are written, and in which order."""
+    """The code that decides which numbers are written, and in which order, as a hash."""
     modules = (quantise.__file__, stored.__file__, base.__file__, __file__)
     return _digest("".join(Path(file).read_text(encoding="utf-8") for file in modules))
 

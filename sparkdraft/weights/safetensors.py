@@ -24,7 +24,6 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.util.fields import mapping
-from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.folder_files import read_chat_template, read_json
 from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.base import Unread
@@ -34,6 +33,8 @@ from sparkdraft.weights.quant.stored import Stored, as_float
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
+
+    from sparkdraft.weights.checkpoint import Checkpoint
 
 
 INDEX = "model.safetensors.index.json"

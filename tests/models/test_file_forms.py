@@ -20,7 +20,7 @@ from sparkdraft.models.registry import read_config
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
-from sparkdraft.weights.quant.fp4 import mxfp4
+from sparkdraft.weights.quant.fp4 import Mxfp4Experts
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.harness import Harness
 from tests.models.tiny import byte_tokenizer, oracle_logits, write_tiny
@@ -159,7 +159,7 @@ def packed(
     experts, out, width = matrix.shape
     scales = torch.randint(121, 126, (experts, out, width // 32), dtype=torch.uint8)
     blocks = torch.randint(0, 256, (experts, out, width // 32, 16), dtype=torch.uint8)
-    values = torch.stack([mxfp4(*each).dequantize() for each in zip(blocks, scales, strict=True)])
+    values = Mxfp4Experts().read("x", blocks, scales).dequantize()
     return blocks, scales, values
 
 

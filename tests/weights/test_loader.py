@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,7 @@ from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear, StackedLinear, keep_float_experts, keep_floats
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant import formats
+from sparkdraft.weights.quant.base import Size, Unread, WeightFormat
 from sparkdraft.weights.quant.compressed_tensors import Int8
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import GroupQuant, Stored, as_float, take_rows
@@ -47,11 +48,9 @@ class Nibbles:
         return Nibbles(self.codes[ids], self.scale[ids])
 
 
-class NibbleFormat:
+class NibbleFormat(WeightFormat):
     name = "nibbles"
-
-    def states(self, quantization: Mapping[str, Any]) -> bool:
-        return quantization.get("quant_method") == "nibbles"
+    methods = ("nibbles",)
 
     def find(self, tensor: str, dtypes: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
         if not tensor.endswith(".weight_packed") or dtypes[tensor] != "U8":
@@ -59,8 +58,12 @@ class NibbleFormat:
         stem = tensor.removesuffix("_packed")
         return stem, (tensor, f"{stem}_scale")
 
-    def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Nibbles:
+    def read_matrix(self, what: str, tensors: Sequence[Tensor], said: Said) -> Nibbles:
         return Nibbles(*tensors)
+
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        out, half = tensors[0].shape
+        return Size(out, 2 * half, None)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from sparkdraft.weights.quant.fp4 import Mxfp4Experts, mxfp4
+from sparkdraft.weights.quant.fp4 import Mxfp4Experts
+from sparkdraft.weights.quant.stated import NOTHING
 from sparkdraft.weights.quant.stored import Coded, QuantisedExperts
 
 
@@ -22,7 +23,7 @@ def every_code() -> Coded:
     """Rows of one group, with the codes 0 to 15 twice; every scale whose largest weight is finite in float32."""
     scales = torch.arange(1, 252, dtype=torch.uint8).unsqueeze(1)
     pairs = torch.tensor([2 * j % 16 | (2 * j + 1) % 16 << 4 for j in range(16)], dtype=torch.uint8)
-    return mxfp4(pairs.expand(len(scales), 1, 16).contiguous(), scales)
+    return Mxfp4Experts().read_matrix("x", (pairs.expand(len(scales), 1, 16).contiguous(), scales), NOTHING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

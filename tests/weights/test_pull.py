@@ -14,7 +14,6 @@ import pytest
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
 from sparkdraft.weights import hub
-from sparkdraft.weights import hub as hub_repo
 from sparkdraft.weights.hub import cached_snapshot, missing, pull, verify
 from tests.fakes.hub import COMMIT, FakeHub
 from tests.fakes.web import serving
@@ -37,7 +36,7 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     }
     web = FakeHub({REPO: files})
     monkeypatch.setattr(hf, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(hub_repo, "CHUNK", 1 << 12)
+    monkeypatch.setattr(hub, "CHUNK", 1 << 12)
     with serving(web.app()) as url:
         monkeypatch.setattr(hf, "ENDPOINT", url)
         monkeypatch.setattr(hf, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
@@ -82,7 +81,7 @@ def test_an_interrupted_fetch_is_continued_by_the_next(web: FakeHub, monkeypatch
                     raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(hub_repo, "_write", die)
+        patch.setattr(hub, "_write", die)
         with pytest.raises(KeyboardInterrupt):
             pull(REPO)
     assert cached_snapshot(REPO) is None
@@ -105,10 +104,10 @@ def test_who_stops_the_command_waits_for_no_file(monkeypatch: pytest.MonkeyPatch
     def interrupted(futures: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub_repo, "fetch_blob", fetch)
-    monkeypatch.setattr(hub_repo, "wait", interrupted)
+    monkeypatch.setattr(hub, "fetch_blob", fetch)
+    monkeypatch.setattr(hub, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        hub_repo._fetch_all([(url, tmp_path / url, 1) for url in ("bad", "slow", "slower", *"abcdefgh")])
+        hub._fetch_all([(url, tmp_path / url, 1) for url in ("bad", "slow", "slower", *"abcdefgh")])
     assert len(fetched) < 8
 
 
@@ -164,7 +163,7 @@ def test_unknown_names_and_no_network(web: FakeHub, monkeypatch: pytest.MonkeyPa
 
 def test_too_little_room_is_said_first(web: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(hub_repo.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"needs 0 MB more .* set HF_HOME"):
         pull(REPO)
     assert not web.asked

@@ -15,9 +15,9 @@ from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.compressed_tensors import Int8, PackQuantized
 from sparkdraft.weights.quant.fp4 import Mxfp4Packed, Nvfp4ModelOpt, Nvfp4Packed
 from sparkdraft.weights.quant.fp8 import Fp8
-from sparkdraft.weights.quant.gptq import Permuted, QWeight
+from sparkdraft.weights.quant.gptq import QWeight
 from sparkdraft.weights.quant.stated import Said
-from sparkdraft.weights.quant.stored import Coded, Quantised, QuantisedExperts
+from sparkdraft.weights.quant.stored import Coded, Permuted, Quantised, QuantisedExperts
 from tests.weights.test_safetensors import folder
 
 E4M3 = torch.float8_e4m3fn

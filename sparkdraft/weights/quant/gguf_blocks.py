@@ -1,6 +1,6 @@
 """The blocks of GGUF's quantised types, along the input; d and dmin are float16.
 
-    Q4_0  Q4_1  Q8_0      kept in the file, as GroupQuant
+    Q4_0  Q4_1  Q8_0      32 weights, as GroupQuant has them
     Q5_0  Q5_1            32 weights: d, (minimum,) 32 fifth bits, 16 bytes; byte i has weights i and i + 16
     Q4_K  Q5_K            256: d, dmin, 12 bytes of scales, (32 bytes of fifth bits,) 128 bytes; groups of 32 with
                           W = d * sc * q - dmin * m
@@ -32,24 +32,24 @@ BLOCKS = {
 
 
 def read_blocks(raw: Tensor, kind: int, rows: int) -> GroupQuant | Coded | None:
-    """A matrix from its bytes; None for types that are not read here."""
+    """Read a matrix from its bytes; None: the type is not supported here."""
     if kind not in READERS:
         return None
     return READERS[kind](raw.view(rows, -1, BLOCKS[kind][1]))  # [out, blocks, bytes]
 
 
 def _half(part: Tensor) -> Tensor:
-    """float16 of two bytes: [out, blocks]."""
+    """View two bytes as float16 [out, blocks]."""
     return part.contiguous().view(torch.float16).squeeze(-1)
 
 
 def _halves(part: Tensor) -> Tensor:
-    """Low, then high bits of bytes: weights i and i + 16 of a group, in order."""
+    """Split bytes into weights i (low bits) and i + 16 (high bits) of a group, in order."""
     return torch.cat((part & 15, part >> 4), -1)
 
 
 def _q4_0(blocks: Tensor) -> GroupQuant:
-    """The integers stay in the file; the scales are copied so that kernels find them packed."""
+    """The integers stay mapped from the file; the scales are copied to be contiguous."""
     scale = _half(blocks[..., :2])
     return GroupQuant(4, blocks[..., 2:], scale, scale * -8)  # a power of two: exact
 
@@ -62,24 +62,24 @@ def _q8_0(blocks: Tensor) -> GroupQuant:
     return GroupQuant(8, blocks[..., 2:].view(torch.int8), _half(blocks[..., :2]), None)
 
 
-def _fives(upper: Tensor, lower: Tensor) -> Tensor:
-    """uint8 [out, blocks, 32] of 5 bits. upper: 4 bytes of fifth bits; lower: 16 bytes."""
+def _five_bits(upper: Tensor, lower: Tensor) -> Tensor:
+    """Join 5-bit codes to uint8 [out, blocks, 32]. upper: 4 bytes of fifth bits; lower: 16 bytes."""
     bits = upper.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
     return _halves(lower) | bits.flatten(-2) << 4
 
 
 def _q5_0(blocks: Tensor) -> Coded:
-    codes = _fives(blocks[..., 2:6], blocks[..., 6:]) - 16  # wraps to the byte of a signed number
+    codes = _five_bits(blocks[..., 2:6], blocks[..., 6:]) - 16  # wraps to a signed byte
     return Coded("int8", codes.flatten(1), GROUP, _half(blocks[..., :2]))
 
 
 def _q5_1(blocks: Tensor) -> Coded:
-    codes = _fives(blocks[..., 4:8], blocks[..., 8:])
+    codes = _five_bits(blocks[..., 4:8], blocks[..., 8:])
     return Coded("int8", codes.flatten(1), GROUP, _half(blocks[..., :2]), _half(blocks[..., 2:4]))
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and offset of each group of 32, float32 [out, groups]: of 6 bits each, in 12 bytes."""
+    """Scale and offset of each group of 32, float32 [out, groups], from 6 bits each in 12 bytes."""
     b = blocks[..., 4:16].int()
     low, middle, high = b[..., :4], b[..., 4:8], b[..., 8:]
     scales = torch.cat((low & 63, high & 15 | (low >> 6) << 4), -1)
@@ -88,21 +88,21 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (d * scales.float()).flatten(1), -(dmin * least.float()).flatten(1)
 
 
-def _sixties(part: Tensor) -> Tensor:
-    """Each 32 bytes have a group in their low bits and the next in their high bits: [out, blocks, 256]."""
+def _group_pairs(part: Tensor) -> Tensor:
+    """Unpack [out, blocks, 256]: 32 bytes hold one group in their low bits and the next in their high bits."""
     lines = part.unflatten(-1, (-1, 32))
     return torch.stack((lines & 15, lines >> 4), -2).flatten(-3)
 
 
 def _q4_k(blocks: Tensor) -> Coded:
     scale, offset = _k_scales(blocks)
-    # Levels begin at -8, so the offset has 8 scales more, in float32: weights differ from the file's by 1e-7 of those.
-    return Coded("int4", pairs(_sixties(blocks[..., 16:]).flatten(1)), GROUP, scale, offset + 8 * scale)
+    # Levels begin at -8, so 8 scales are added to the offset, in float32: weights are off by 1e-7 of those.
+    return Coded("int4", pairs(_group_pairs(blocks[..., 16:]).flatten(1)), GROUP, scale, offset + 8 * scale)
 
 
 def _q5_k(blocks: Tensor) -> Coded:
     upper = blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1) & 1
-    codes = _sixties(blocks[..., 48:]) | upper.flatten(-2) << 4
+    codes = _group_pairs(blocks[..., 48:]) | upper.flatten(-2) << 4
     return Coded("int8", codes.flatten(1), GROUP, *_k_scales(blocks))
 
 

@@ -1,10 +1,10 @@
-"""Rounds a float matrix to 4 or 8 bits when it is loaded (`--weights`), by nearest values: no data is looked at.
+"""Rounds a float matrix to 4 or 8 bits when it is loaded (`--weights`), to nearest values, without calibration data.
 
 fp8     e4m3, one scale per output row
-int4    groups of 32 with a float16 scale, which may be negative: the largest weight of a group is always -8 times it
+int4    groups of 32 with a float16 scale; it may be negative, so that the largest weight is always -8 times it
 nvfp4   e2m1 in groups of 16 with an e4m3 scale, and one scale for the tensor, as ModelOpt chooses them
 
-One matrix at a time exists as floats beside its result. The head, the embedding, routers and norms stay as they are.
+The head, the embedding, routers and norms stay floats.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sparkdraft.weights.quant.stored import Coded
 
 GROUP, NVFP4_GROUP = 32, 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
-LEAST_SCALE = 1 / (E4M3_MAX * 512)  # of rows of zeros
-# Between two levels of e2m1 a number goes to the nearer one; a tie to the one whose last bit is zero.
+LEAST_SCALE = 1 / (E4M3_MAX * 512)  # for rows of zeros
+# Midpoints between levels of e2m1, and whether they round up: ties go to the code whose last bit is zero.
 TIES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
@@ -55,7 +55,7 @@ def to_nvfp4(weight: Tensor) -> Coded:
     return Coded("e2m1", pairs(codes.flatten(1)), NVFP4_GROUP, scale, None, per_row(whole, weight.shape[0]))
 
 
-QUANTISERS: dict[str, tuple[Callable[[Tensor], Coded], int]] = {  # and the width of which matrices must be a multiple
+QUANTISERS: dict[str, tuple[Callable[[Tensor], Coded], int]] = {  # and a divisor of the width
     "fp8": (to_fp8, 1),
     "int4": (to_int4, GROUP),
     "nvfp4": (to_nvfp4, NVFP4_GROUP),

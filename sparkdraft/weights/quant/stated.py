@@ -1,8 +1,8 @@
-"""What a checkpoint's config says of its quantised matrices, in the dialects of the tools that write them.
+"""What a checkpoint's config says about its quantised matrices, in the dialects of the tools that write it.
 
-The tensors decide how a matrix is read. The config explains what bytes cannot say (whether zero points are stored less
-one, how large blocks are), and it is compared with what was found: a contradiction means that config and weights are
-not of one model. It may stand in config.json, within its text_config, or in a file of its own.
+The tensors decide how a matrix is read. The config adds what bytes cannot say (whether zero points are stored minus
+one, how large blocks are) and must agree with the tensors; otherwise config and weights are not of one model. It is in
+config.json, in its text_config, or in a file of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from sparkdraft.core import UserError
 from sparkdraft.util.fields import MAX_SIZE, flag, listed, mapping, text, whole, wrong
 
-# Files beside config.json, and the key under which each has what it says; "" for all of it.
+# Files beside config.json -> the key of their quantisation; "": the whole file.
 FILES = {
     "hf_quant_config.json": "quantization",
     "quantize_config.json": "",
@@ -29,36 +29,36 @@ COMPRESSED = {
     *("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
 }
-# ModelOpt's algorithms: bits, and whether they are floats.
+# ModelOpt's algorithms -> bits; all of them are floats.
 MODELOPT = {
     **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "MXFP8"), 8),
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "MXFP4"), 4),
 }
-NESTED = ("config_groups", "quantized_layers", "extra_config", "dynamic")  # what is said of single modules
+NESTED = ("config_groups", "quantized_layers", "extra_config", "dynamic")  # keys about single modules
 ZERO_LESS_ONE = {"gptq": True, "gptq_v2": False}
 AUTO_ROUND = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gptqmodel": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What is said of one matrix; None where nothing is."""
+    """What the config says about one matrix; None: nothing."""
 
-    by: str = "no config"  # for errors
+    by: str = "no config"  # who says it, for errors
     bits: int | None = None
     group: int | None = None  # columns that share a scale; -1: all
     is_float: bool | None = None
     symmetric: bool | None = None
-    zero_less_one: bool | None = None  # qzeros hold the zero point less one
+    zero_less_one: bool | None = None  # qzeros hold the zero point minus one
     block: tuple[int, int] | None = None  # rows and columns that share a scale
-    is_dense: bool = False  # it is listed among those that are not quantised
+    is_dense: bool = False  # it is listed as not quantised
 
 
 NOTHING = Said()
 
 
 class Stated:
-    """The whole config, asked matrix by matrix. A model has tens of thousands, and a config may name each of them: what
-    it lists is indexed once."""
+    """The whole config. Its lists are indexed once, because a model has tens of thousands of matrices and a config may
+    name each of them."""
 
     def __init__(self, said: Mapping[str, Any], where: str) -> None:
         self.said, self.where = said, where
@@ -66,14 +66,14 @@ class Stated:
         self._lists: dict[str, Names] = {}
 
     def of(self, name: str) -> Said:
-        """name: of the module, without .weight."""
+        """What is said about one module. name: without .weight."""
         for method, read in _DIALECTS.items():
             if self.method.startswith(method):
                 return replace(read(self, name), by=f"{self.where}: {self.method}")
         return replace(NOTHING, by=self.where)
 
     def lists(self, key: str, name: str, pattern: Pattern | None) -> bool:
-        """Whether the list under that key names the module."""
+        """Whether the list under this key names the module."""
         if key not in self._lists:
             self._lists[key] = Names(_list(self.said.get(key)), pattern)
         return name in self._lists[key]
@@ -85,25 +85,25 @@ class Stated:
 
     @cached_property
     def layers(self) -> dict[str, dict[str, Any]]:
-        """ModelOpt: what is said of single modules."""
+        """ModelOpt: what is said about single modules."""
         return layers_of(self.said)
 
     @cached_property
     def overrides(self) -> tuple[dict[str, Any], list[tuple[re.Pattern[str], Any]]]:
-        """AutoRound: what is said of single modules, by their names or ends of these, and by patterns."""
+        """AutoRound: what is said about single modules, by (ends of) names and by patterns."""
         extra = self.said.get("extra_config")
         plain = extra if isinstance(extra, dict) else {}
         return plain, [(pattern_of(k), v) for k, v in plain.items() if re.search(r"[*+?\\^$(\[|]", k)]
 
     @cached_property
     def dynamic(self) -> list[tuple[re.Pattern[str], bool, Any]]:
-        """GPTQ: patterns of modules, whether these are left as floats, and what else is said of them."""
+        """GPTQ: patterns of modules, whether they are left as floats, and what else is said about them."""
         found = mapping(self.said, "dynamic").items()
         signs = ("+:", "-:")
         return [(pattern_of(k[2:] if k[:2] in signs else k), k.startswith("-:"), v) for k, v in found]
 
 
-Pattern = Callable[[str], str | None]  # what an entry is as a regular expression, None if it is a plain name
+Pattern = Callable[[str], str | None]  # an entry as a regular expression; None: it is a plain name
 
 
 class Names:
@@ -119,7 +119,7 @@ class Names:
 
 
 def read_stated(path: Path, config: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Stated | None:
-    """files: those of FILES that the folder has. config.json comes first; the others must not contradict it."""
+    """Read and check the config. files: those of FILES that exist; they must not contradict config.json."""
     places = [("config.json", config), ("config.json", mapping(config, "text_config"))]
     found = [(where, c.get("quantization_config") or c.get("compression_config")) for where, c in places]
     for file, content in files.items():
@@ -146,8 +146,8 @@ def read_stated(path: Path, config: Mapping[str, Any], files: Mapping[str, Mappi
 
 
 def check_values(said: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for a value of another type or size than its key has in any dialect. A method that is not read
-    may mean anything by its keys (EXL2 has fractions of bits), and is refused by its name later."""
+    """Raise UserError for a value whose type or size its key has in no dialect. Unknown methods are skipped: they may
+    use keys otherwise (EXL2 has fractions of bits), and are refused by name later."""
     method = text(said, "quant_method", where).lower()
     if method and not method.startswith(tuple(_DIALECTS)):
         return
@@ -160,13 +160,13 @@ def check_values(said: Mapping[str, Any], where: str) -> None:
 
 
 def _check_pair(said: Mapping[str, Any], key: str, where: str) -> None:
-    """Of rows and columns; old files have texts such as "128x128"."""
+    """Check a pair of rows and columns; old files have strings such as "128x128"."""
     pair = said[key]
     if isinstance(pair, list) and (len(pair) != 2 or not all(type(n) is int and 1 <= n <= MAX_SIZE for n in pair)):
         raise wrong(key, pair, f"two whole numbers from 1 to {MAX_SIZE:,}", where)
 
 
-_NUMBERS = {"bits": 1, "num_bits": 1, "w_bit": 1, "group_size": -1, "q_group_size": -1}  # and the least of each
+_NUMBERS = {"bits": 1, "num_bits": 1, "w_bit": 1, "group_size": -1, "q_group_size": -1}  # key -> least value
 _TEXTS = ("quant_method", "quant_algo", "format", "checkpoint_format", "packing_format")
 _LISTS = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "targets")
 CHECKS: dict[str, Callable[..., object]] = {
@@ -189,13 +189,13 @@ def pattern_of(expression: str) -> re.Pattern[str]:
 
 
 def _same_maker(a: Any, b: Any) -> bool:
-    """ModelOpt has several names for itself, and writes its algorithms in both cases."""
+    """Compare values as ModelOpt writes them: several names for itself, algorithms in both cases."""
     a, b = str(a).lower(), str(b).lower()
     return a == b or (a.startswith("modelopt") and b.startswith("modelopt"))
 
 
 def _refuse_unread(path: Path, stated: Stated) -> None:
-    """What would change the weights' meaning and is not read."""
+    """Raise UserError for what would change the meaning of weights and is not supported."""
     said, method = stated.said, stated.method
     reason = None
     transforms = said.get("transform_config") or {}
@@ -255,7 +255,7 @@ def _list(value: Any) -> list[str]:
     return [str(each) for each in value] if isinstance(value, list) else []
 
 
-# ---- the dialects: each has its own way to name modules
+# The dialects: each has its own way to name modules.
 
 
 def _compressed_pattern(entry: str) -> str | None:
@@ -314,7 +314,7 @@ def _auto_round(stated: Stated, name: str) -> Said:
 
 
 def _override(stated: Stated, name: str) -> dict[str, Any]:
-    """AutoRound: the exact name, then its longest end that is named, then a regular expression."""
+    """AutoRound looks for the exact name, then its longest listed end, then a regular expression."""
     plain, patterns = stated.overrides
     parts = name.split(".")
     ends = (".".join(parts[i:]) for i in range(len(parts)))
