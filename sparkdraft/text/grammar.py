@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 * 1024  # of a schema or a grammar as text
 MAX_DEPTH = 100  # nesting of objects and arrays: the compiler's own reader gives up at 123
 MAX_SECONDS = 10.0  # to compile: the limits below are mostly met within one second
-# Between two pieces of JSON: nothing, a space, or a new line and its indentation. Otherwise a model that prefers blanks
-# to what comes next would write them forever. The schema itself is kept in full.
+# White space in JSON: none, a space, or a line break and its indentation. Without a limit, a model that prefers blanks
+# to what comes next would write them forever.
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"( |\n {0,16})",
     "lenient": False,
     "coerce_one_of": False,
 }
-# A grammar's lexer keeps every state that any of its requests has met. Two limits bound its cost: how many states it
-# may keep, and how much of it one mask may compute anew (10,000 units take about 2 ms on a slow core). A text that
-# meets a limit ends there. A string with a maxLength needs about five states per character, so 50,000 states hold about
-# 10,000 characters; most other grammars need some hundred states. llguidance does not report how many it keeps.
+# A grammar's lexer keeps every state that any of its requests has met. Two limits bound its cost: the number of states,
+# and the states that one mask may compute (10,000 units take about 2 ms on a slow core). A text that exceeds a limit
+# ends there. A string with a maxLength needs about five states per character, so 50,000 states allow about 10,000
+# characters; most other grammars need some hundred states.
 MAX_LEXER_STATES = 50_000
 STATE_BYTES = 2048  # at most
 STEP_LEXER_FUEL = 10_000
 CACHE_BYTES = 1 << 30
 NUM_CACHED = CACHE_BYTES // (MAX_LEXER_STATES * STATE_BYTES)
-MAX_LATE = 2  # compilations that took too long and still run
-NUM_WALKS, NUM_STEPS = 16, 8  # how often and how far a new grammar is tried out
-DEEP_STACK = 256 << 20  # the compiler recurses along a schema's references: 64 KB of them overflow a usual stack
+MAX_LATE = 2  # compilations that exceeded the time and still run
+NUM_WALKS, NUM_STEPS = 16, 8  # random walks that try out a new grammar, and their length
+DEEP_STACK = 256 << 20  # bytes: the compiler recurses along references, and 64 KB of these overflow a usual stack
 EMPTY = ("NoExtension", "NoExtensionBias")  # llguidance's names where no token can follow
 COMPLEX = {"LexerTooComplex": "its strings have too many states", "ParserTooComplex": "it has too many alternatives"}
 INTEGER_DIGITS, FRACTION_DIGITS, EXPONENT_DIGITS = 18, 17, 2
@@ -63,10 +63,10 @@ Result = TypeVar("Result")
 
 
 class GrammarCompiler:
-    """Thread-safe. Preparing the vocabulary for llguidance takes some 0.3 s, with the first grammar."""
+    """Compiles and caches grammars; thread-safe. The first grammar prepares the vocabulary, which takes 0.3 s."""
 
     def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
-        """vocab_size: the columns of the model's logits, often more than the tokenizer has ids."""
+        """vocab_size: the width of the model's logits, often more than the tokenizer's ids."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._known: LLTokenizer | None = None
         self._numbers: NumberBounds | None = None
@@ -74,7 +74,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[GrammarSpec, Grammar] = OrderedDict()  # the most recently used is last
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Raises UserError, and nothing else, for whatever is wrong with the text."""
+        """Compile, or return from the cache. Raises only UserError for anything wrong with the text."""
         with self._lock:
             found = self._compiled.pop(spec, None)
             if found and not found.spent:
@@ -135,29 +135,27 @@ class GrammarCompiler:
 
 class Grammar:
     def __init__(self, matcher: LLMatcher, vocab_size: int, numbers: NumberBounds | None = None) -> None:
-        self.numbers = numbers  # of a grammar with JSON
-        self.matcher = matcher  # never advanced: states begin as copies of it and share its lexer
+        self.numbers = numbers  # None: the grammar has no JSON
+        self.matcher = matcher  # never advanced: states are copies that share its lexer
         self.num_bytes = -(-vocab_size // 8)
-        self.spent = False  # a limit was met: its lexer may have no room left, so the next request gets a new one
+        self.spent = False  # a limit was exceeded: the lexer may be full, so the next request compiles anew
 
     def start(self) -> GrammarState:
         return GrammarState(self)
 
 
 class GrammarState:
-    """The state of one request in its grammar. Not thread-safe. It keeps its ids, so that it can return to an earlier
-    state."""
+    """The state of one request in its grammar. Not thread-safe."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
         self._ids: list[int] = []
-        self._tail = b""  # the end of the text, kept for the bounds of numbers
-        self.failed = False  # an id that the grammar refuses, or a text past the parser's limits
+        self._tail = b""  # the end of the text, for NumberBounds
+        self.failed = False  # an id was refused, or a limit of the parser exceeded
 
     def masks(self, drafts: Sequence[int] = ()) -> Mask:  # [1 + k, bytes], id i is bit i % 8 of byte i // 8
-        """The ids that may follow the text, and the text with each of the k drafts that the grammar accepts, one by
-        one.
+        """The ids that may follow the text, and those after each of the k drafts up to the first that is refused.
 
         Only the end may follow a text that is complete or cannot continue.
         """
@@ -175,13 +173,13 @@ class GrammarState:
         return masks[: count + 1]
 
     def num_valid(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts the grammar accepts, up to the first that breaks it."""
+        """The number of drafts up to the first that the grammar refuses."""
         count = self._matcher.validate_tokens(list(drafts))
         self._return(0)
         return count
 
     def advance(self, ids: Sequence[int]) -> None:
-        """Ids were committed. Past the end of the grammar only the end is accepted, and nothing changes."""
+        """Commit ids. Past the end of the grammar nothing changes."""
         self._ids += ids
         self._tail = self._extended(self._tail, ids)
         finished = self.finished
@@ -204,8 +202,8 @@ class GrammarState:
         return self._grammar.numbers.tail(tail, ids) if self._grammar.numbers else tail
 
     def _return(self, num_ahead: int) -> None:
-        """Return to the committed text. A matcher that met a limit ahead stays failed, so then the text is matched from
-        the start."""
+        """Return to the committed text. A matcher that exceeded a limit stays failed, so a new one matches the text
+        from its start."""
         if not self._matcher.is_error():
             self._matcher.rollback(num_ahead)
         elif not self.failed:
@@ -228,7 +226,7 @@ def _has_json(spec: GrammarSpec) -> bool:
 
 
 def _source(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own format. Compiling it finds what is wrong in it."""
+    """The grammar in llguidance's format, not checked yet."""
     from llguidance import LLMatcher
 
     if spec.kind == "regex":
@@ -239,7 +237,7 @@ def _source(spec: GrammarSpec) -> str:
 
 
 def json_source(spec: GrammarSpec) -> str:
-    """The JSON schema as it is compiled, alone or after "%json" in Lark: with our options and without its own."""
+    """The JSON schema to compile, alone or after "%json" in Lark, with our options in place of its own."""
     schema = {"type": "object"} if spec.kind == "json_object" else _read_schema(spec.text)
     return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
@@ -289,14 +287,14 @@ def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
 
 
 def _try_out(matcher: LLMatcher) -> str:
-    """Walk a little way along random allowed ids: a grammar that breaks the limits mostly breaks them there. The random
-    seed is the same for every grammar."""
-    dice = random.Random(0)
+    """Return the error of short walks along random allowed ids, where a grammar that exceeds the limits mostly does so;
+    "" if there is none. The seed is fixed."""
+    draw = random.Random(0)
     for _ in range(NUM_WALKS):
         tried = matcher.deep_copy()
         for _ in range(NUM_STEPS):
             ids = _allowed(tried)
-            if tried.is_stopped() or tried.try_consume_tokens([dice.choice(ids)]) != 1:
+            if tried.is_stopped() or tried.try_consume_tokens([draw.choice(ids)]) != 1:
                 break
         if tried.is_error():
             return tried.get_error()
@@ -315,7 +313,7 @@ def _limits() -> LLParserLimits:
 
 
 def _reason(message: str) -> str:
-    """The informative line of an error message with several: a regex's comes after a picture of it."""
+    """The informative line of an error message; for a regex, it comes after a picture of it."""
     lines = [line.strip() for line in message.strip().splitlines()] or ["unknown reason"]
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     told = COMPLEX.get(told, told).replace("Unimplemented keys", "unsupported keywords")
@@ -324,10 +322,10 @@ def _reason(message: str) -> str:
 
 
 def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
-    """Run in a thread of its own, whose stack size can be chosen; only the used part of it takes memory.
+    """Run in a thread with a large stack, of which only the used part takes memory.
 
-    TimeoutError after that many seconds: the compiler cannot be stopped, so its result is dropped. While MAX_LATE such
-    threads still run, nothing new is started: TryLater.
+    Raises TimeoutError after that many seconds, though the thread runs on, because the compiler cannot be stopped.
+    Raises TryLater while MAX_LATE such threads still run.
     """
     done: list[Result] = []
     raised: list[BaseException] = []
@@ -374,7 +372,7 @@ class NumberBounds:
     """
 
     def __init__(self, tokenizer: Vocabulary, vocab: Mapping[str, int], vocab_size: int) -> None:
-        """vocab: the tokens as the tokenizer's file spells them."""
+        """vocab: the tokens as the tokenizer's file spells them, and their ids."""
         self._tokenizer = tokenizer
         self._leading = np.zeros(vocab_size, np.uint8)  # digits that each token begins with
         quotes = np.zeros(vocab_size, bool)
@@ -388,14 +386,14 @@ class NumberBounds:
                 quotes[token] = True
         self._quotes = np.packbits(quotes, bitorder="little")
         self._longest = int(self._leading.max(initial=0))
-        self._kept: dict[int, Mask] = {}  # by room: the tokens that begin with no more digits
+        self._kept: dict[int, Mask] = {}  # number of digits -> tokens that begin with no more
 
     def tail(self, tail: bytes, ids: Sequence[int]) -> bytes:
-        """The end of the text after these ids, of which 'tail' was the end before."""
+        """The end of the text after these ids. tail: its end before them."""
         return (tail + b"".join(map(self._tokenizer.token_bytes, ids)))[-TAIL:]
 
     def apply(self, mask: Mask, tail: bytes) -> None:
-        """Remove the tokens that would exceed a bound after a text with this end."""
+        """Remove from the mask the tokens that would exceed a bound. tail: the end of the text."""
         room = _room(tail)
         if room is None or room >= self._longest or (mask & self._quotes).any():  # a quote is possible: in a string
             return
@@ -410,7 +408,7 @@ class NumberBounds:
 
 
 def _room(tail: bytes) -> int | None:
-    """How many more digits the number at the end of a text may have; None if no number is there."""
+    """How many more digits the number at the end of a text may have; None if there is no number."""
     before = tail.rstrip(DIGITS)
     count = len(tail) - len(before)
     start = tail.rstrip(NUMBER)

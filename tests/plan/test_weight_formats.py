@@ -38,7 +38,7 @@ def test_parts_are_the_whole_model(name: str) -> None:
     ],
 )
 def test_published_sizes(name: str, weights: str, gigabytes: float) -> None:
-    """Files have no filling: that of planes is in tests/weights/test_plane_sizes.py."""
+    """Files have no filling: that of planes is in tests/weights/test_planes.py."""
     parts = parts_of(MODELS[name], WeightFormats.parse(weights))
     assert sum(part.weights * BYTES[part.format] for part in parts) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.compressed_tensors import Int8, PackQuantized
-from sparkdraft.weights.quant.fp4 import Mxfp4Packed, Nvfp4ModelOpt, Nvfp4Packed
+from sparkdraft.weights.quant.fp4 import Mxfp4Experts, Mxfp4Packed, Nvfp4ModelOpt, Nvfp4Packed
 from sparkdraft.weights.quant.fp8 import Fp8
 from sparkdraft.weights.quant.gptq import QWeight
-from sparkdraft.weights.quant.stated import Said
+from sparkdraft.weights.quant.stated import NOTHING, Said, Stated
 from sparkdraft.weights.quant.stored import Coded, Permuted, Quantised, QuantisedExperts
+from tests.fakes.counting import lines_run
 from tests.weights.test_safetensors import folder
 
 E4M3 = torch.float8_e4m3fn
@@ -429,3 +431,105 @@ def test_damaged_matrices(tmp_path: Path, tensors: Tensors, says: str) -> None:
 def test_one_matrix_that_is_there_in_two_formats(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds a\.weight twice, once as a\.qweight"):
         opened(tmp_path / "m", NVFP4 | gptq_folder()[0], {})
+
+
+def meant(code: int, scale: int) -> float:
+    """By the definition of E2M1: sign, two bits of exponent with a bias of 1, one of mantissa."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    size = math.ldexp(1 + mantissa / 2, exponent - 1) if exponent else mantissa / 2
+    return math.ldexp(-size if sign else size, scale - 127)
+
+
+def every_code() -> Coded:
+    """Rows of one group, with the codes 0 to 15 twice; every scale whose largest weight is finite in float32."""
+    scales = torch.arange(1, 252, dtype=torch.uint8).unsqueeze(1)
+    pairs = torch.tensor([2 * j % 16 | (2 * j + 1) % 16 << 4 for j in range(16)], dtype=torch.uint8)
+    return Mxfp4Experts().read_matrix("x", (pairs.expand(len(scales), 1, 16).contiguous(), scales), NOTHING)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_is_exact(dtype: torch.dtype) -> None:
+    matrix = every_code()
+    assert matrix.shape == (251, 32)
+    expected = [[meant(column % 16, int(scale)) for column in range(32)] for scale in matrix.scale]
+    assert matrix.dequantize(dtype).double().tolist() == expected
+
+
+def test_transformers_reads_the_same() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(3)
+    blocks = torch.randint(0, 256, (3, 10, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 10, 2), dtype=torch.uint8)
+    read = Mxfp4Experts().read("x", blocks, scales)
+    assert isinstance(read, QuantisedExperts) and read.shape == (3, 10, 64)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # which turns the matrices round
+    assert torch.equal(read.dequantize(), theirs.transpose(1, 2))
+
+
+def test_chosen_rows_stay_packed() -> None:
+    matrix, order = every_code(), torch.tensor([5, 0, 5, 250])
+    taken = matrix.take(order)
+    assert isinstance(taken, Coded) and taken.codes.dtype == torch.uint8
+    assert torch.equal(taken.dequantize(), matrix.dequantize()[order])
+    assert torch.equal(QuantisedExperts([matrix, matrix]).take(order).dequantize()[1], taken.dequantize())
+
+
+def test_only_uint8_blocks_are_a_matrix() -> None:
+    kind, name = Mxfp4Experts(), "model.layers.0.mlp.experts.down_proj"
+    assert kind.find(f"{name}_blocks", {f"{name}_blocks": "U8"}) == (name, (f"{name}_blocks", f"{name}_scales"))
+    assert kind.find(f"{name}_blocks", {f"{name}_blocks": "BF16"}) is None
+    assert kind.find(f"{name}_scales", {f"{name}_scales": "U8"}) is None
+    assert kind.states({"quant_method": "mxfp4"}) and not kind.states({"quant_method": "fp8"})
+
+
+EXPERTS = [
+    f"model.layers.{layer}.mlp.experts.{expert}.{matrix}"
+    for layer in range(20)
+    for expert in range(300)
+    for matrix in ("gate_proj", "up_proj", "down_proj")
+]
+WEIGHTS = {"num_bits": 4, "type": "int"}
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("compressed-tensors", {"config_groups": {"a": {"targets": EXPERTS, "weights": WEIGHTS}}}),
+        ("modelopt", {"quantized_layers": {key: {"quant_algo": "NVFP4"} for key in EXPERTS}}),
+        ("auto-round", {"bits": 8, "extra_config": {key: {"bits": 4} for key in EXPERTS}}),
+    ],
+)
+def test_a_config_that_names_every_expert_is_read_in_a_moment(method: str, said: dict[str, Any]) -> None:
+    found = set[int]()
+
+    def read() -> None:
+        stated = Stated({"quant_method": method, **said}, "config.json")
+        found.update(stated.of(name).bits for name in EXPERTS)
+
+    assert lines_run(read) < 100 * len(EXPERTS) and found == {4}  # as many as there are names, times a look at all
+
+
+def test_auto_round_takes_the_name_then_its_longest_end_then_a_pattern() -> None:
+    extra = {
+        "down_proj": {"bits": 2},
+        "mlp.down_proj": {"bits": 3},
+        "model.layers.1.mlp.down_proj": {"bits": 5},
+        r".*\.up_proj": {"bits": 8},
+    }
+    stated = Stated({"quant_method": "auto-round", "bits": 4, "extra_config": extra}, "config.json")
+    names = (
+        "layers.1.mlp.down_proj",
+        "layers.2.mlp.down_proj",
+        "layers.2.x.down_proj",
+        "layers.2.up_proj",
+        "layers.2.o",
+    )
+    assert [stated.of(f"model.{name}").bits for name in names] == [5, 3, 2, 8, 4]
+
+
+def test_gptq_leaves_out_what_a_pattern_with_a_minus_names() -> None:
+    dynamic = {r"-:.*\.gate$": {}, r"+:.*\.down_proj": {"bits": 8}}
+    stated = Stated({"quant_method": "gptq", "bits": 4, "dynamic": dynamic}, "config.json")
+    found = [stated.of(f"model.layers.0.mlp.{name}") for name in ("gate", "down_proj", "up_proj")]
+    assert [(each.is_dense, each.bits) for each in found] == [(True, 4), (False, 8), (False, 4)]

@@ -1,8 +1,7 @@
-"""Tool calls in each family's own syntax, and which of them a chat template shows.
+"""Tool-call formats, one file each; `by_marks` chooses the format by the marks in a chat template.
 
-The chat template decides: it shows the model its tools, so the marks in its text are the marks that the model was
-taught. A template without tools, or with marks that no file here reads, gets the generic format, so every model can
-call tools.
+A template without tools, or with marks that no format here reads, gets the generic format, so every model can call
+tools.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from sparkdraft.text.tools.qwen3_xml import Qwen3Xml
 __all__ = ["FORMATS", "ToolFormat", "by_marks"]
 
 FORMATS: dict[str, ToolFormat] = {form.name: form for form in (Hermes(), Qwen3Xml(), Gemma4(), Harmony(), Generic())}
-OTHERS = ("<arg_key>", "<tool_sep>")  # GLM's and Hunyuan's: a tag with hermes' name and something else in it
+OTHERS = ("<arg_key>", "<tool_sep>")  # GLM's and Hunyuan's: hermes' tag around another syntax
 # What the template must contain, the most telling first.
 MARKS: list[tuple[str, tuple[str, ...]]] = [
     (Harmony.name, ("<|channel|>", "<|message|>", "tools")),
@@ -28,7 +27,7 @@ MARKS: list[tuple[str, tuple[str, ...]]] = [
 
 
 def by_marks(template: str) -> tuple[ToolFormat, str]:
-    """The format whose marks a template has, and why it is this one."""
+    """The format whose marks a template has, and why."""
     if other := next((mark for mark in OTHERS if mark in template), None):
         return FORMATS[Generic.name], f"calls as the chat template shows them, with {other}, are not read"
     for name, marks in MARKS:

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 from sparkdraft.core import GrammarSpec, UserError
 from sparkdraft.text.events import Parser
 
-MOST_LETTERS = 48 * 1024  # length of a grammar: the compiler refuses longer ones
+MOST_LETTERS = 48 * 1024  # of a grammar: the compiler refuses longer ones
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-# JSON as json.dumps writes it, which models were taught. Unlimited white space would trap small models.
+# JSON as json.dumps writes it, as models were trained. Unlimited white space would trap small models.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 MOST_CALLS = 16  # a small model under a grammar that allows more calls does not stop by itself
 
@@ -36,14 +36,14 @@ class Function:
     schema: dict[str, Any]  # schema of the arguments, always an object's
 
     def property(self, key: str) -> Any:
-        """The schema of one argument; None if it is not known."""
+        """The schema of one argument; None if it is unknown."""
         properties = self.schema.get("properties")
         if isinstance(properties, dict) and key in properties:
             return self.resolve(properties[key])
         return self.resolve(self.schema.get("additionalProperties"))
 
     def resolve(self, schema: Any) -> Any:
-        """A schema with the reference at its top resolved, if its target is within this schema."""
+        """Resolve a `$ref` at the top of a schema, if it points into this function's schema."""
         for _ in range(8):
             if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
                 break
@@ -60,7 +60,7 @@ class Function:
         return found if reference.startswith("#") else None
 
     def whole(self, schema: Any) -> dict[str, Any]:
-        """A part of the schema as a schema of its own, with the definitions that it may refer to."""
+        """Make a part of the schema a schema of its own, with the definitions that it may refer to."""
         part = dict(schema) if isinstance(schema, dict) else {}
         for key in ("$defs", "definitions"):
             if key in self.schema and key not in part:
@@ -90,13 +90,13 @@ def _arguments(schema: Any) -> dict[str, Any]:
         return ANY_OBJECT
     schema = {"type": "object"} | schema
     if isinstance(schema.get("properties"), dict) and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
-        # A function takes the arguments it names; a model that may invent others will.
+        # Models that may invent arguments do so.
         schema.setdefault("additionalProperties", False)
     return schema
 
 
 def json_rule(schema: dict[str, Any], fallback: dict[str, Any] | None = None) -> str:
-    """A schema for a Lark grammar of llguidance; the fallback (any object) if it does not compile."""
+    """Write a schema as Lark of llguidance; the fallback (default: any object) if it does not compile."""
     try:
         text = json.dumps({**schema, "x-guidance": STYLE})
     except (TypeError, ValueError, RecursionError):
@@ -127,8 +127,8 @@ class ToolFormat(ABC):
     name: ClassVar[str]
     keep_special: ClassVar[bool] = False  # whether the parser needs to see special tokens
     separator: ClassVar[str] = ""  # Lark for what is between two calls
-    parallel: ClassVar[bool] = True  # whether several calls are made where one is required and nothing else is asked
-    may_be_empty: ClassVar[bool] = False  # whether a call after which the text ends at once is whole: without arguments
+    parallel: ClassVar[bool] = True  # whether a required call may be several by default
+    may_be_empty: ClassVar[bool] = False  # whether a call without arguments may end the text
 
     @abstractmethod
     def parser(self, tools: Tools) -> Parser: ...
@@ -136,9 +136,12 @@ class ToolFormat(ABC):
     def constraint(
         self, tools: Tools, only: str | None, parallel: bool, thinking: str = "", answer: str = ""
     ) -> GrammarSpec | None:
-        """The grammar of calls: one call or more (just one if not 'parallel'), or exactly one of the function 'only'.
-        thinking: Lark with a rule of that name for what may come before (ReasoningFormat.grammar). answer: Lark for
-        what may be there instead of calls, and on further lines the rules that it needs. None if no function fits."""
+        """The grammar of forced calls; None if no function fits.
+
+        only: exactly one call of this function. parallel: allow several calls. thinking: Lark with a rule `thinking`
+        for what may come before (ReasoningFormat.grammar). answer: Lark for what may come instead of calls, and on
+        further lines the rules that it needs.
+        """
         chosen = [function for function in functions(tools) if only in (None, function.name)]
         if not chosen:
             return None
@@ -162,24 +165,23 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def call_rules(self, rule: str, function: Function) -> str:
-        """Lark rules; 'rule' is a call of this function."""
+        """Lark rules for one call of this function, which begin with the rule named `rule`."""
 
     def common_rules(self) -> str:
         return ""
 
     def instructions(self, tools: Tools, required: bool = False, only: str | None = None) -> str | None:
-        """Text for the system prompt; None if the chat template itself describes the tools. required: there must be a
-        call; only: of this function."""
+        """Text for the system prompt; None if the chat template describes the tools. required: there must be a call.
+        only: it must be of this function."""
         return None
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:
-        """Earlier messages as the chat template wants them: clients send arguments as text, but templates need
-        objects."""
+        """Convert earlier messages for the chat template: clients send arguments as text, templates need objects."""
         return [with_objects(message) for message in messages]
 
 
 def lark(text: str) -> str:
-    """A string in a Lark grammar."""
+    """Quote a string for a Lark grammar."""
     return json.dumps(text)
 
 
@@ -189,8 +191,8 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def function_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The function of a call in a message, with its arguments as an object. Clients send a call that broke off as half
-    an object, which is shown to the model as text under a key: templates fail on anything else."""
+    """The function of a call in a message, with its arguments as an object. Arguments of a call that broke off are no
+    JSON; they become text under a key, because templates fail on anything else."""
     function = call.get("function", call)
     function = dict(function) if isinstance(function, Mapping) else {}
     arguments = value = function.get("arguments") or {}

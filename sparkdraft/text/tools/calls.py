@@ -17,7 +17,7 @@ from typing import Any
 from sparkdraft.text.events import Reader, Reading, ToolArguments, ToolCall
 from sparkdraft.text.tools.base import functions
 
-ARGUMENTS = ("arguments", "parameters")  # Llama's models were taught the second
+ARGUMENTS = ("arguments", "parameters")  # Llama's models write the second
 MAX_DEPTH = 64
 VALUE, FIRST_ITEM, FIRST_KEY, KEY, COLON, AFTER, STRING, ESCAPE, HEX, WORD = range(10)
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a JSON string that need no escape
@@ -28,7 +28,7 @@ SPACE = " \t\r\n"
 
 
 def quoted(text: str) -> str:
-    """A JSON string. Lone surrogates, which no encoding takes, are escaped."""
+    """Write a JSON string. Lone surrogates, which UTF-8 cannot encode, are escaped."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -37,7 +37,7 @@ def quoted(text: str) -> str:
 
 
 def read_json(text: str) -> Any:
-    """Raises ValueError too for numbers that could not be written again: 1e999, and integers of thousands of digits."""
+    """Parse JSON. Raises ValueError also for numbers that cannot be written again, such as 1e999."""
     return json.loads(text, strict=False, parse_float=_finite, parse_constant=_finite)
 
 
@@ -67,8 +67,8 @@ class JsonScanner:
         self._word = ""  # a number or name that may continue, or the letters of an escape: not given out yet
 
     def push(self, text: str, start: int = 0) -> tuple[int, str]:
-        """How far the object reaches in this text, and its text there. At the first character that cannot belong to it,
-        it is broken; a word that is not JSON is then given out as it is."""
+        """Scan text; returns how far the object reaches in it, and its repaired text. A character that cannot belong to
+        the object sets `broken`; a word that is not JSON is then given out as it is."""
         at, out = start, []
         while at < len(text) and not self.done and not self.broken:
             if self._state == STRING and (run := PLAIN.match(text, at)):
@@ -89,11 +89,11 @@ class JsonScanner:
         return at, "".join(out)
 
     def rest(self) -> str:
-        """What was not given out when the text ended too early."""
+        """The text that was not given out when the text ended early."""
         return ("\\" if self._state in (ESCAPE, HEX) else "") + self._word
 
     def _step(self, letter: str) -> str | None:
-        """Take one character; None if it is not allowed here."""
+        """Take one character and return its text; None if it is not allowed here."""
         if self._state == STRING:
             return self._in_string(letter)
         if self._state == ESCAPE:
@@ -116,7 +116,7 @@ class JsonScanner:
         return self._open(letter)
 
     def _open(self, letter: str) -> str | None:
-        """A value begins."""
+        """Begin a value."""
         if not self._stack and letter != "{":
             return None
         if letter in "{[":
@@ -176,7 +176,7 @@ class JsonScanner:
 class CallReader(Reader):
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self.functions = {function.name: function for function in functions(tools)}
-        self.index = -1  # number of the call that was begun last
+        self.index = -1  # number of the current call
         self.complete = True  # whether its arguments are complete
         super().__init__()
 
@@ -185,11 +185,11 @@ class CallReader(Reader):
         self.give(ToolCall(self.index, "call_" + secrets.token_hex(12), name))
 
     def write(self, text: str) -> None:
-        """Give out a piece of the arguments of the call that was begun last."""
+        """Give out a piece of the current call's arguments."""
         self.give(ToolArguments(self.index, text))
 
     def stream_object(self) -> Reading[bool]:
-        """Give out the JSON object that comes next as the arguments; False if it breaks off."""
+        """Stream the next JSON object as the arguments; False if it breaks off."""
         scanner = JsonScanner()
         while True:
             self.at, piece = scanner.push(self.text, self.at)
@@ -203,7 +203,7 @@ class CallReader(Reader):
                 return False
 
     def whole_object(self, inside: bool = False) -> Reading[dict[str, Any] | None]:
-        """Read the JSON object that comes next, without giving anything out."""
+        """Read the next JSON object, without giving anything out."""
         scanner, out = JsonScanner(inside), ""
         while not scanner.done:
             self.at, piece = scanner.push(self.text, self.at)
@@ -216,7 +216,7 @@ class CallReader(Reader):
             return None
 
     def string(self) -> Reading[str | None]:
-        """Read the JSON string that comes next."""
+        """Read the next JSON string."""
         if not (yield from self.skip('"')):
             return None
         start, escaped = self.at, False
@@ -232,8 +232,7 @@ class CallReader(Reader):
             return None
 
     def head(self) -> Reading[str | None]:
-        """Read `{"name": "x", "arguments": ` up to the brace of the arguments, and return x; None for any other
-        form."""
+        """Read `{"name": "x", "arguments": ` up to the brace of the arguments, and return x; None: any other form."""
         if not (yield from self.skip("{")) or not (yield from self._key(("name",))):
             return None
         name = yield from self.string()
@@ -253,8 +252,8 @@ class CallReader(Reader):
         return True
 
     def json_call(self) -> Reading[bool]:
-        """Read a call written as one JSON object. Its arguments stream if its keys are in the usual order, and come at
-        once otherwise. False if there is no call; then all of it is still unread."""
+        """Read a call written as one JSON object; False, with nothing read, if there is none. The arguments stream if
+        the keys are in the usual order, and come at once otherwise."""
         start = self.at
         name = yield from self.head()
         if name is None:

@@ -2,8 +2,8 @@
 
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3,units:[<|"|>C<|"|>]}<tool_call|>
 
-Keys are bare, strings are between <|"|> marks, and the rest looks like JSON and is given out as JSON as it arrives. The
-model often leaves out the opening marks of strings, and sometimes falls back to plain quotes: both are read.
+Keys are bare, strings are between <|"|> marks, and the rest looks like JSON; it is streamed as JSON. The model often
+omits the opening marks of strings, and sometimes uses plain quotes: both are read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEY_BEFORE = re.compile(r"[,{\[]\s*([^,:{}\[\]]+:)?\s*$")  # the mark after this
 
 
 class _Broken(Exception):
-    """The text does not continue as a call: what was not given out yet is content."""
+    """The text does not continue as a call; what was not given out yet is content."""
 
 
 class Gemma4Parser(CallReader):
@@ -103,7 +103,7 @@ class Gemma4Parser(CallReader):
         return ToolArguments(self.index, quoted(text)[1:-1])
 
     def _members(self, opening: str, depth: int) -> Reading[None]:
-        """An object or a list."""
+        """Read an object or a list."""
         closing, first = {"{": "}", "[": "]"}[opening], True
         self.at += 1
         self.write(opening)
@@ -146,7 +146,7 @@ class Gemma4Parser(CallReader):
         return text
 
     def _bare(self) -> Reading[None]:
-        """A number, true, false or null; else a string without its opening mark, or without both."""
+        """Read a number, true, false or null; else a string without its opening mark, or without both."""
         end, mark = yield from self.find((",", "}", "]", QUOTE, CLOSE))
         word = literal(self.text[self.at : end].strip())
         if mark in (",", "}", "]") and word is not None:
@@ -172,7 +172,7 @@ class Gemma4(ToolFormat):
         return Gemma4Parser(tools)
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:
-        """Put results into the turn that asked for them; not every version of the template finds them elsewhere."""
+        """Put results into the turn that asked for them, because some versions of the template look only there."""
         out: list[dict[str, Any]] = []
         for message in messages:
             if message.get("role") == "tool" and out and calls_of(out[-1]):
@@ -214,8 +214,8 @@ def _response(message: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
 
 
 class _Rules:
-    """A schema as Lark in this notation: the common kinds, and any value for rarer ones. A part that is used again, or
-    within itself, is the same rule."""
+    """Turns a schema into Lark: the common kinds of values, and any value for rarer ones. A part that is used again, or
+    contains itself, becomes one rule."""
 
     def __init__(self, function: Function, prefix: str, rules: list[str]) -> None:
         self._function, self._prefix, self._rules = function, prefix, rules

@@ -2,8 +2,8 @@
 
     <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>
 
-Small models forget the tags, so where an answer could begin, a bare object with exactly a known name and arguments is a
-call too. Earlier calls and their results become plain messages, because the template cannot render them.
+Small models forget the tags, so where an answer could begin, a bare object with only a known name and arguments is a
+call too. Earlier calls and results become plain messages, because the template cannot render them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GenericParser(HermesParser):
             pass
 
     def _bare_call(self) -> Reading[bool]:
-        """Read a call without tags. The object is given up as soon as it cannot be a call."""
+        """Read a call without tags; stops as soon as the object cannot be a call."""
         yield from self.skip_space()
         start = self.at
         if not (yield from self.skip("{")) or not (yield from self._may_be_call()):
@@ -76,7 +76,7 @@ class GenericParser(HermesParser):
 class Generic(ToolFormat):
     name = "generic"
     separator = '"\\n"'
-    parallel = False  # models that were taught no calls repeat theirs until they are stopped
+    parallel = False  # models without training in calls repeat theirs until they are stopped
 
     def parser(self, tools: Tools) -> Parser:
         return GenericParser(tools)
@@ -117,7 +117,7 @@ class Generic(ToolFormat):
 
 
 def _append_result(out: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Append a result. Results of several calls become one message, because templates want alternating roles."""
+    """Append a result. Results of several calls share one message, because templates want alternating roles."""
     text = f"<tool_response>\n{content_text(message.get('content'))}\n</tool_response>"
     if out and out[-1].get("role") == "user" and str(out[-1].get("content")).endswith("</tool_response>"):
         out[-1]["content"] += "\n" + text
@@ -135,7 +135,7 @@ def _call_text(name: str, arguments: Any) -> str:
 
 
 def _example(function: Function) -> dict[str, Any]:
-    """Example arguments, with dots for text: small models copy examples more than they read schemas."""
+    """Example arguments, with dots for text: small models copy examples rather than read schemas."""
     properties = function.schema.get("properties")
     if not isinstance(properties, dict):
         return {}

@@ -1,11 +1,11 @@
-"""gpt-oss' harmony: the text is messages, and the channel and the recipient in a message's header say what it is.
+"""gpt-oss's harmony format: the text is messages, whose headers name a channel and a recipient.
 
     <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant
     <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The prompt ends with "<|start|>assistant", so the first header continues from there. The recipient is what makes a call:
-it may come before or after the channel, and in the analysis channel too. Analysis is reasoning, all else is content.
-A header that breaks off is nothing.
+The prompt ends with "<|start|>assistant", so the first header continues from there. A recipient makes a message a call;
+it may come before or after the channel, also in the analysis channel. Analysis is reasoning, all else is content. A
+header that breaks off is dropped.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class HarmonyParser(CallReader):
                 tag = yield from self._message(tag)
 
     def _message(self, tag: str) -> Reading[str]:
-        """Read one message whose header began with this tag; returns the tag that ends it, "" at the end of the
-        text."""
+        """Read one message whose header began with this tag; returns the tag that ends it, "" at the end of text."""
         end, mark = yield from self.find((MESSAGE, START, *ENDS), LONGEST_HEADER)
         if tag and not mark and self.ended and HALF_HEADER.fullmatch(self.text):
             self.at = len(self.text)
@@ -74,7 +73,7 @@ class HarmonyParser(CallReader):
         return recipient if recipient in self.functions else None
 
     def _at_mark(self) -> Reading[bool]:
-        """Whether the message ends here, without a text."""
+        """Whether the message ends here, without text."""
         found = yield from self.skip("<|")
         self.at -= 2 if found else 0
         return found
@@ -108,7 +107,7 @@ class Harmony(ToolFormat):
         return super().constraint(tools, only, False, thinking, answer)
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:
-        """The template calls reasoning 'thinking', and takes it with a call only if there is no other content."""
+        """Rename reasoning to `thinking`, which the template takes with a call only if there is no other content."""
         out = super().history(messages)
         for message in out:
             if message.get("reasoning_content") and not (message.get("tool_calls") and message.get("content")):

@@ -4,9 +4,8 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-The name and the arguments are read as they come. White space around calls is not content; a tag without a call is,
-unless the text ends within the call.
-Some models write several objects within one pair of tags: each is a call.
+Arguments stream. White space around calls is not content; a tag without a call is, unless the text ends within the
+call. Some models write several objects within one pair of tags: each is a call.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sparkdraft.text.tools.base import Function, ToolFormat, Tools, json_rule, l
 from sparkdraft.text.tools.calls import CallReader, is_half_object
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-SURPLUS = " \t\r\n}"  # between calls: a brace too many is not content either
+SURPLUS = " \t\r\n}"  # between calls; a surplus brace is not content either
 
 
 class HermesParser(CallReader):
@@ -51,8 +50,7 @@ class HermesParser(CallReader):
         return found
 
     def is_cut(self, tag: str) -> bool:
-        """Whether the text ended within a call before its name was complete: it cannot be given out, and is no
-        content."""
+        """Whether the text ended within a call before its name was complete; it is then neither a call nor content."""
         text = self.text.lstrip()
         return not text or (text[0] == "{" and is_half_object(text))
 

@@ -8,10 +8,10 @@
     </function>
     </tool_call>
 
-Values are raw text; the tool's schema gives their JSON types, so each value is given out when it is complete. These
-models forget tags, the outer ones or a closing one before the next parameter, and write some twice. Such calls are read
-too. A text may hold </parameter> itself, as XML files do: within a line it is a part of the text unless the next
-parameter or the end of the call follows, and on a line of its own if it closes a <parameter ...> of the text.
+Values are raw text whose JSON types are in the tool's schema, so each is given out when it is complete. These models
+omit tags, the outer ones or a closing one before the next parameter, and write some twice; such calls are read too. A
+value may contain </parameter> itself, as XML files do: within a line it belongs to the value unless the next parameter
+or the end of the call follows, and on a line of its own if it closes a <parameter ...> of the value.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Qwen3XmlParser(HermesParser):
         return FUNCTION.startswith(text) or bool(HALF_HEAD.fullmatch(text)) or super().is_cut(tag)
 
     def _parameters(self, function: Function) -> Reading[bool]:
-        """Read the arguments up to the end of the function; False if the text ends before."""
+        """Read the arguments up to the end of the function; False if the text ends first."""
         given: list[str] = []
         while True:
             yield from self.skip_space()
@@ -87,7 +87,7 @@ class Qwen3XmlParser(HermesParser):
                     return False
 
     def _at_close(self) -> Reading[bool]:
-        """Whether the call ends here without the end of the function; the tag itself is read later."""
+        """Whether the call ends here without the end of the function; does not read the tag."""
         found = yield from self.skip(CLOSE)
         self.at -= len(CLOSE) if found else 0
         return found
@@ -103,7 +103,7 @@ class Qwen3XmlParser(HermesParser):
         return complete
 
     def _value(self, function: Function, given: set[str], is_text: bool) -> Reading[tuple[str, bool]]:
-        """Read the value and its end: its tag, the end of the call, or a parameter that is still to come."""
+        """Read the value and its end: the closing tag, the end of the call, or a parameter that is not given yet."""
         properties = function.schema.get("properties")
         others = [key for key in properties if key not in given] if isinstance(properties, dict) else []
         nexts = "|".join(map(re.escape, others)) or "(?!)"
@@ -126,7 +126,7 @@ class Qwen3XmlParser(HermesParser):
         return (value.removesuffix("\n") if found else value), found is not None
 
     def _ends(self, found: re.Match[str], start: int) -> Reading[bool]:
-        """Whether the text that begins at 'start' ends here, and this tag is not a part of it."""
+        """Whether the value that begins at `start` ends at this tag, which is not a part of it."""
         text = self.text[start : found.start()]
         if found.group() != PARAMETER_END:
             return True
@@ -141,7 +141,7 @@ class Qwen3XmlParser(HermesParser):
 
 
 def to_json(text: str, schema: Any, function: Function) -> str:
-    """A raw value as JSON of one of the types that its schema allows; a string if it is none of them."""
+    """Write a raw value as JSON of a type that its schema allows; a string if none fits."""
     if not isinstance(schema, dict):
         schema = {}
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -162,7 +162,7 @@ def to_json(text: str, schema: Any, function: Function) -> str:
 
 
 def _types(schema: Any, function: Function, seen: list[int] | None = None) -> set[str]:
-    """The types that a schema allows; none if it does not say."""
+    """The types that a schema allows; empty if it names none."""
     schema, seen = function.resolve(schema), [] if seen is None else seen
     if not isinstance(schema, dict) or id(schema) in seen or len(seen) > 64:
         return set()
@@ -189,7 +189,7 @@ class Qwen3Xml(ToolFormat):
         return Qwen3XmlParser(tools)
 
     def call_rules(self, rule: str, function: Function) -> str:
-        """The rule with a number i is what follows <parameter= once the first i parameters are written or left out."""
+        """Rule number i is what follows <parameter= once the first i parameters are written or left out."""
         properties, required = function.schema.get("properties"), function.schema.get("required")
         keys = [k for k in properties if not re.search(r"[<>\n]", k)] if isinstance(properties, dict) else []
         others = function.schema.get("additionalProperties", True) is not False
@@ -213,8 +213,8 @@ class Qwen3Xml(ToolFormat):
         return "\n".join(rules)
 
     def common_rules(self) -> str:
-        """A text is held to what the parser reads as one value: it may hold closing tags, but no end of a value, and
-        no closing tag on a line of its own."""
+        """Rules for text, limited to what the parser reads as one value: it may contain closing tags, but no end of a
+        value, and no closing tag on a line of its own."""
         shut, tail, key = f"\n{PARAMETER_END}\n", lark(f"\n{CLOSE}"), '/[^<>\\n]+/ ">\\n"'
         end, call_end = rf"<\/parameter>{SPACE}*", rf"<\/function>{SPACE}{{0,8}}<\/tool_call>"
         numbers = range(2, MOST_OTHERS + 1)
@@ -238,7 +238,7 @@ class Qwen3Xml(ToolFormat):
 
 
 def _value_rule(function: Function, key: str) -> str:
-    """Lark for the values of a parameter; "" for any text."""
+    """Lark for the values of a parameter; "": any text."""
     schema = function.property(key)
     types = _types(schema, function)
     choices = schema.get("enum") if isinstance(schema, dict) else None
@@ -252,7 +252,7 @@ def _value_rule(function: Function, key: str) -> str:
 
 
 def _is_text(function: Function, key: str) -> bool:
-    """Whether a value of a parameter may hold any characters."""
+    """Whether a value of a parameter may contain any characters."""
     schema = function.property(key)
     types = _types(schema, function)
     return not (types and types <= set(SCALARS)) and not (isinstance(schema, dict) and "enum" in schema)
