@@ -109,32 +109,6 @@ class StackedLinear(Linear):
         return torch.cat([p.linear(x) for p in self.parts], dim=-1)
 
 
-class CannotKeep(Exception):
-    """These kernels have no form for a matrix; the message says why. The loader then keeps it as floats."""
-
-
-ToFloats = Callable[[Stored], Tensor]  # in the activations' type, on the model's device
-
-
-def keep_floats(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
-    """One matrix stacked of the parts, as floats."""
-    # One part is not copied: a tied head shares the memory of its embedding.
-    return DenseLinear(floats(parts[0]) if len(parts) == 1 else stacked(parts, floats), bias)
-
-
-def stacked(parts: Sequence[Stored], floats: ToFloats, into: Tensor | None = None) -> Tensor:
-    """The parts as the rows of one matrix. Each is copied straight to its place, because temporary tensors would
-    fragment a GPU's memory."""
-    rows, width = [part.shape[0] for part in parts], parts[0].shape[1]
-    assert all(part.shape[1] == width for part in parts), [part.shape for part in parts]
-    if into is None:
-        into = floats(torch.zeros(0)).new_empty(sum(rows), width)
-    for part, place in zip(parts, into.split(rows), strict=True):
-        # A transposed matrix goes to the GPU as it lies in the file and is transposed there.
-        place.copy_(part if isinstance(part, Tensor) and part.is_contiguous() else floats(part))
-    return into
-
-
 class ExpertLinear(ABC):
     """A matrix W [out, in] per expert."""
 
@@ -161,6 +135,32 @@ class DenseExperts(ExpertLinear):
     def expert(self, number: int) -> Linear:
         assert self.floats is not None
         return DenseLinear(self.floats[number], None if self.bias is None else self.bias[number])
+
+
+class CannotKeep(Exception):
+    """These kernels have no form for a matrix; the message says why. The loader then keeps it as floats."""
+
+
+ToFloats = Callable[[Stored], Tensor]  # in the activations' type, on the model's device
+
+
+def keep_floats(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
+    """One matrix stacked of the parts, as floats."""
+    # One part is not copied: a tied head shares the memory of its embedding.
+    return DenseLinear(floats(parts[0]) if len(parts) == 1 else stacked(parts, floats), bias)
+
+
+def stacked(parts: Sequence[Stored], floats: ToFloats, into: Tensor | None = None) -> Tensor:
+    """The parts as the rows of one matrix. Each is copied straight to its place, because temporary tensors would
+    fragment a GPU's memory."""
+    rows, width = [part.shape[0] for part in parts], parts[0].shape[1]
+    assert all(part.shape[1] == width for part in parts), [part.shape for part in parts]
+    if into is None:
+        into = floats(torch.zeros(0)).new_empty(sum(rows), width)
+    for part, place in zip(parts, into.split(rows), strict=True):
+        # A transposed matrix goes to the GPU as it lies in the file and is transposed there.
+        place.copy_(part if isinstance(part, Tensor) and part.is_contiguous() else floats(part))
+    return into
 
 
 def keep_float_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:

@@ -90,8 +90,7 @@ class Loader:
         """A matrix that is always kept as floats, such as a router's, whose choices are discrete."""
         part = self._matrix(f"{name}.weight", (rows, width))
         own = self.vector(f"{name}.bias", rows) if bias else None
-        kept = self.ops.keep_float_matrix([part], own, self._float)
-        return kept
+        return self.ops.keep_float_matrix([part], own, self._float)
 
     def experts(
         self, name: str, rows: Mapping[str, int], width: int, count: int, fused: str, bias: bool = False
