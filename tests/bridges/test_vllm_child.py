@@ -52,19 +52,18 @@ def started(folder: Path, *command: str, **environ: str) -> Iterator[tuple[subpr
 
 
 CODE = """import asyncio, os, sys
-from sparkdraft.bridges import supervise
+from sparkdraft.bridges.vllm import serve
 from sparkdraft.bridges.vllm.child import free_port
-from sparkdraft.bridges.vllm.serve import create_front
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.run import listen
-supervise.WATCH, supervise.PAUSE, supervise.UNWELL = 0.1, 0.1, 3
+serve.WATCH, serve.PAUSE, serve.UNWELL = 0.1, 0.1, 3
 port, config = free_port(), ServerConfig(port={port}, api_key={key!r})
 words = [{program!r}, "serve", "m", "--host", "127.0.0.1", "--port", str(port)]
 say = lambda line: print(line, file=sys.stderr, flush=True)
 more = dict(canary={canary}, drain=5.0, api_key={key!r})
-run = supervise.Supervised(words, os.environ, f"http://127.0.0.1:{{port}}", say, **more)
-sys.exit(asyncio.run(supervise.FrontServer(create_front(config, run, Metrics()), run).run_on(listen(config))))
+run = serve.Supervised(words, os.environ, f"http://127.0.0.1:{{port}}", say, **more)
+sys.exit(asyncio.run(serve.FrontServer(serve.create_front(config, run, Metrics()), run).run_on(listen(config))))
 """
 
 
