@@ -44,10 +44,10 @@ from sparkdraft import LLM
 from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.train.corpus import Corpus, CorpusWriter, Finish
 from sparkdraft.train.data import make_corpus, open_model
+from sparkdraft.train.drafter_config import draft_ids
 from sparkdraft.train.export import ExportTarget, export
 from sparkdraft.train.fit import Trainer, prepare, stream_of
 from sparkdraft.train.model import folded
-from sparkdraft.train.recipe import draft_ids
 from sparkdraft.train.settings import FitSettings
 
 PACKAGED = Path(__file__).parent.parent / "sparkdraft" / "assets" / "smollm2-dflash"

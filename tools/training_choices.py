@@ -27,10 +27,9 @@ from sparkdraft.operate.bench.accept import LOOP
 from sparkdraft.text.repetition import loop_start
 from sparkdraft.train.batches import TrainBatch
 from sparkdraft.train.corpus import Corpus
-from sparkdraft.train.fit import Trainer, stream_of
+from sparkdraft.train.drafter_config import drafter_config, find_mask_id
+from sparkdraft.train.fit import StepGraphs, Trainer, stream_of
 from sparkdraft.train.generate import BulkGenerator, Prompt
-from sparkdraft.train.graphs import StepGraphs
-from sparkdraft.train.recipe import drafter_config, find_mask_id
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.target import Target, load_target
 

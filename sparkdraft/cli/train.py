@@ -36,32 +36,7 @@ EXAMPLES = """a drafter for your own model, in four commands:
   sparkdraft train export run --out my-drafter --layout speculators             (for vLLM)
   sparkdraft train export smollm2 --out for-vllm --layout speculators           (the drafter in the package)
 """
-FIT_FLAGS = {
-    "init": "a drafter to start from, a folder or hub id in z-lab's layout; further --layers are added to it",
-    "layers": "layers of the drafter",
-    "intermediate": "width of its MLP (0: the target's)",
-    "block": "rows of a draft block, including the anchor: it drafts one less",
-    "widths": "block widths that are mixed in training, a list (default: the block and half of it)",
-    "taps": "target layers it reads, a list counted from 0 (default: five, spread evenly)",
-    "window": "rows of the context that it is shown, the last N (0: all, or as the drafter of --init)",
-    "sinks": "with --window: rows at the beginning of the context that it is shown too",
-    "vocab": "draft only the N most frequent ids of the corpus: a cheaper head (0: all)",
-    "mask_id": "the mask token (-1: one the target never learnt)",
-    "steps": "training steps; a finished run continues when this is raised",
-    "context": "tokens of text per step",
-    "block_rows": "rows of all draft blocks of a step",
-    "longest": "longest document, in tokens; the rest of a longer one is left out",
-    "optimizer": "optimizer of the matrices: muon or adamw",
-    "lr": "its learning rate (0: its default)",
-    "vector_lr": "learning rate of the norms",
-    "warmup": "steps over which the rates rise",
-    "flat": "share of the steps before the rates fall",
-    "weights": "weights of positions in the loss: dpace or decay",
-    "decay": "positions after which decay's weight has fallen to a third",
-    "alpha": "smoothing of dpace",
-    "soft": "share of the target's own distribution in the labels of sampled text (0: the text alone)",
-    "seed": "seed of order, anchors and first weights",
-}
+FIT_FIELDS = {each.name: each for each in fields(FitSettings) if each.name not in ("target", "data")}
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -84,18 +59,16 @@ def configure(parser: ArgumentParser) -> None:
     fit.add_argument("--data", required=True, metavar="FOLDER", help="a corpus, made by `train data`")
     fit.add_argument("--out", required=True, metavar="FOLDER", help="the run: its settings, checkpoint, log and plot")
     fit.add_argument("--every", type=int, default=500, help="steps between checkpoints (default 500)")
-    defaults = {f.name: f.default for f in fields(FitSettings)}
-    for name, text in FIT_FLAGS.items():
-        default: Any = defaults[name]
-        kind, shown = (
-            (str, "")
-            if isinstance(default, tuple)
-            else (type(default), f" (default {default})" if default != "" else "")
-        )
-        value = "" if isinstance(default, tuple) else default
+    for name, each in FIT_FIELDS.items():
+        default, text = each.default, each.metadata["help"]
+        kind = str if isinstance(default, tuple) else type(default)
         if name in SHRINKS:
-            value, shown = None, f" (default {default}, on a CPU {CPU_STEP[name]}, or less where that does not fit)"
-        fit.add_argument("--" + name.replace("_", "-"), type=kind, default=value, help=text + shown)
+            default, text = None, f"{text} (default {default}, on a CPU {CPU_STEP[name]}, or less to fit in memory)"
+        elif isinstance(default, tuple):
+            default = ""
+        elif default != "":
+            text += f" (default {default})"
+        fit.add_argument("--" + name.replace("_", "-"), type=kind, default=default, help=text)
     evaluate = verbs.add_parser("eval", help="measure how many drafts are accepted, by class, greedy and sampled")
     evaluate.add_argument("--per-class", type=int, default=2, help="prompts of each class, 0 for all (default 2)")
     evaluate.add_argument("--output-len", type=int, default=128, help="maximum tokens of an answer (default 128)")
@@ -128,7 +101,7 @@ def _target_flags(parser: ArgumentParser) -> None:
 
 
 def _fit(args: Namespace) -> int:
-    values = {name: getattr(args, name) for name in FIT_FLAGS}
+    values = {name: getattr(args, name) for name in FIT_FIELDS}
     shrinks = [name for name in SHRINKS if values[name] is None]
     for name in shrinks:
         del values[name]
@@ -282,9 +255,9 @@ def _convert_drafter(args: Namespace, drafter: str) -> tuple[str, str]:
 def _write_drafter(args: Namespace) -> tuple[str, str]:
     """Returns the step of training that was exported, and a note or nothing."""
     from sparkdraft.train.corpus import Corpus
+    from sparkdraft.train.drafter_config import draft_ids
     from sparkdraft.train.export import ExportTarget, export
     from sparkdraft.train.model import folded
-    from sparkdraft.train.recipe import draft_ids
     from sparkdraft.train.run import Run
     from sparkdraft.weights.hub import portable_name
 

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkdraft.core import UserError
-from sparkdraft.train.alone import alone_in
+from sparkdraft.train.process import alone_in
 
 VERSION = 2
 OLDER = (1,)  # versions that are read too: documents of one answer each, no file of turns, no field for their number

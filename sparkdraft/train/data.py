@@ -1,11 +1,10 @@
 """`train data`: makes a corpus of the target's answers to prompts.
 
-Half of the answers are greedy and the others sampled, because a drafter meets both. Prompts of the evaluation set are
-never asked, whatever their source, because drafters are judged by them. A share of the documents are conversations up
-to given lengths, because a drafter meets these too, and drafts badly in contexts longer than those it learnt from.
-Documents that the folder already holds count, so the same command continues where the last one ended, whatever ended
-it. prompts.py reads and makes prompts, conversation.py makes conversations of them, generate.py (on a GPU) or
-engine_writer.py (on a CPU) writes, and corpus.py keeps what was written.
+Half of the answers are greedy and half are sampled, because a drafter meets both. Prompts of the evaluation set are
+never asked, because drafters are judged by them. A share of the documents are conversations of given lengths, because
+drafters do badly in contexts longer than those they were trained on. Documents that the folder already holds count, so
+the same command continues an interrupted one. prompts.py reads and makes prompts and conversations, generate.py writes
+the answers, and corpus.py stores them.
 """
 
 from __future__ import annotations
@@ -24,37 +23,37 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.machine import detect
 from sparkdraft.operate import bench
-from sparkdraft.train.conversation import Glue, Talk
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish, Span
-from sparkdraft.train.engine_writer import EngineModel, EngineWriter, open_engine
-from sparkdraft.train.generate import BulkGenerator, Prompt, Writer
+from sparkdraft.train.generate import BulkGenerator, EngineModel, EngineWriter, Prompt, Writer, open_engine
+from sparkdraft.train.process import Stop, stop_signals
 from sparkdraft.train.prompts import (
     SELF,
+    Glue,
     PromptFile,
     Question,
     Sieve,
+    Talk,
     message_prompts,
     normalised,
     read_prompts,
     stop_ids,
 )
-from sparkdraft.train.stop import Stop, stop_signals
 from sparkdraft.train.target import ChatModel, Target, load_target
 from sparkdraft.util.progress import progress
 from sparkdraft.weights.loader import Progress
 
 LEAST_ROOM = 16  # tokens that a prompt must leave for its answer
-LEAST_ROUND = 16  # prompts that a target writes at a time; the last few may all be bad
+LEAST_ROUND = 16  # fewest prompts that a target writes at a time
 LEAST_KEPT = 0.1  # if a smaller share of them is worth asking, no more are written
 OWN_PROMPTS = "prompts.jsonl"  # in the corpus's folder: the prompts that the target wrote
 Temperatures = Sequence[tuple[float, float]]  # (temperature, weight)
 SAMPLED: Temperatures = ((0.7, 2.0), (1.0, 1.0))
-Lengths = Sequence[tuple[int, float]]  # (tokens of a conversation, share of the documents); the others are one answer
+Lengths = Sequence[tuple[int, float]]  # (tokens of a conversation, share of the documents); the rest have one answer
 LENGTHS: Lengths = ((2048, 0.03), (4096, 0.02), (8192, 0.01))  # half of the tokens are in these
 
 
 def read_lengths(text: str) -> Lengths:
-    """'2048:0.03,8192:0.01' -> ((2048, 0.03), (8192, 0.01)); nothing: no conversations."""
+    """Parse '2048:0.03,8192:0.01' as ((2048, 0.03), (8192, 0.01)); an empty text means no conversations."""
     try:
         pairs = [part.split(":") for part in text.split(",") if part.strip()]
         lengths = tuple((int(tokens), float(share)) for tokens, share in pairs)
@@ -68,7 +67,7 @@ def read_lengths(text: str) -> Lengths:
 
 
 def open_model(name: str, device: str, longest: int, seats: int = 0, progress: Progress | None = None) -> ChatModel:
-    """A model that writes: by generate.py on a GPU, by the engine on a CPU."""
+    """Open a model to write with: as floats for BulkGenerator on a GPU, in the engine on a CPU."""
     if detect(EngineConfig(model=name, device=device)).device == "cuda":
         return load_target(name, device, longest, progress)
     return open_engine(name, longest, seats, progress, device="cpu")
@@ -91,7 +90,7 @@ def evaluation_prompts() -> list[str]:
 def check_sources(
     prompts_file: str | None, synthesise: int, max_new: int, greedy_share: float = 0.5, seats: int = 0
 ) -> list[Question]:
-    """The file's prompts. Refuses what can be refused without a model: call it before one is loaded."""
+    """Read the file's prompts, and check the arguments before a model is loaded."""
     if not 0 <= greedy_share <= 1:
         raise UserError(f"the greedy share is {greedy_share}; it must be from 0 to 1")
     if seats < 0:
@@ -206,13 +205,13 @@ def _prompts_of(corpus: Corpus) -> Iterator[_Key]:
 
 
 def _position(seed: int, done: int) -> int:
-    """A seed that depends on how much is done: the same draws again would give the same texts."""
+    """Return a seed that depends on how much is done, because the same draws would repeat the same texts."""
     return random.Random(f"{seed} {done}").getrandbits(31)
 
 
 @dataclass(slots=True)
 class _Desk:
-    """Decides what is asked: each question as often as it comes, less the answers that exist."""
+    """Chooses what to ask: each question as often as it occurs, less the answers that exist already."""
 
     target: ChatModel
     leave_out: set[str]
@@ -251,7 +250,7 @@ class _Desk:
 def _own_prompts(
     desk: _Desk, folder: Path, count: int, seed: int, seats: int, stopped: Stop
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Self-written prompts that are missing to 'count' answered ones: those that wait in the folder, then new ones."""
+    """Return the self-written prompts missing to 'count' answered ones: first those in the folder, then new ones."""
     file, answered = PromptFile(folder / OWN_PROMPTS), desk.num_held(SELF)
     prompts = desk.take(file.questions)
     sieve = Sieve(desk.target, stop_ids(desk.target), seen={normalised(q.text) for q in file.questions})
@@ -278,7 +277,7 @@ def _own_prompts(
 
 
 def _write_prompts(sieve: Sieve, file: PromptFile, count: int, seed: int, seats: int, stopped: Stop) -> int:
-    """Let the target write messages as the user, and keep those worth asking; returns the number of ids it took."""
+    """Let the target write messages as the user and keep the good ones. Returns the number of ids generated."""
     prompts = list(message_prompts(sieve.target, count, seed))
     longest = min(max(len(p.ids) + p.max_new for p in prompts), sieve.target.context)
     generator = writer_for(sieve.target, longest, seats, len(prompts), sieve.ends, seed)
@@ -293,8 +292,7 @@ def _write_prompts(sieve: Sieve, file: PromptFile, count: int, seed: int, seats:
 def _with_temperatures(
     prompts: Sequence[Prompt], greedy_share: float, temperatures: Temperatures, seed: int
 ) -> Iterator[Prompt]:
-    """Prompts with temperatures, in random order, so that a corpus that is cut off or read in order has some of
-    everything."""
+    """Yield prompts with temperatures in random order, so that a corpus that is cut off has some of everything."""
     assert greedy_share == 1 or temperatures, "what is not greedy needs a temperature"
     rng = random.Random(seed)
     values, weights = [value for value, _ in temperatures], [weight for _, weight in temperatures]
@@ -306,13 +304,13 @@ def _with_temperatures(
 
 @dataclass(slots=True)
 class _Job:
-    """Has prompts answered, and writes the documents."""
+    """Has prompts answered and writes the documents."""
 
     model: ChatModel
     writer: CorpusWriter
     seats: int
-    seed: int  # of what is sampled: depends on how much is done
-    draw: int  # the seed of lengths: the user's own
+    seed: int  # for sampling; depends on how much is done
+    draw: int  # the user's seed, for the lengths of conversations
     desk: _Desk
     stopped: Stop
     report: Progress | None
@@ -322,7 +320,10 @@ class _Job:
     messages_dropped: Counter[str] = field(default_factory=Counter)
 
     def run(self, prompts: Sequence[Prompt], lengths: Lengths) -> dict[str, Any]:
-        """lengths: those of conversations. In the summary, None "conversations" are as many as the template allows."""
+        """Answer the prompts, some of them as conversations of the given lengths.
+
+        "conversations" is None in the summary if the template does not allow any.
+        """
         begin, glue = time.perf_counter(), Glue.of(self.model) if lengths else None
         impossible = bool(lengths) and glue is None
         if impossible:
@@ -333,7 +334,7 @@ class _Job:
         groups: dict[int, list[Prompt]] = {}
         for prompt in prompts:
             groups.setdefault(self._goal(prompt, goals, shares), []).append(prompt)
-        for goal, group in sorted(groups.items()):  # each with seats of its own size
+        for goal, group in sorted(groups.items()):  # seats are as long as the longest text of the group
             if self.stopped():
                 break
             if glue and goal:
@@ -345,9 +346,11 @@ class _Job:
         return counts | {"conversations": talks, "cut": self.cut, "messages_dropped": dict(self.messages_dropped)}
 
     def _goal(self, prompt: Prompt, goals: Sequence[int], shares: Sequence[float]) -> int:
-        """The length of the prompt's conversation; 0: one answer alone. It depends on seed and prompt only: short texts
-        are written first, so draws among what is left would give a corpus that is continued hardly any conversation. A
-        prompt that leaves no room takes the next length that has some."""
+        """Draw the length of the prompt's conversation; 0 means a single answer.
+
+        It depends on the seed and the prompt only. Short texts are written first, so draws among what is left would
+        leave few conversations for a corpus that is continued. A prompt that is too long takes the next length.
+        """
         ids = np.asarray(prompt.ids, np.uint32).tobytes()
         drawn = random.Random(f"{self.draw} ".encode() + ids).choices(goals, shares)[0]
         least = len(prompt.ids) + LEAST_ROOM
@@ -375,7 +378,7 @@ class _Job:
         generator = writer_for(self.model, goal, self.seats, len(prompts), set(glue.ends), self.seed)
         for written in generator.run(begin(), self.stopped, lambda written: written.prompt.tag.follow(written)):
             self._keep_talk(open_talks.pop(id(written.prompt.tag)))
-        for talk in open_talks.values():  # stopped: what has been said is a document too
+        for talk in open_talks.values():  # stopped early: what was said so far is a document too
             if talk.answers:
                 self.cut += 1
                 self._keep_talk(talk)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,25 @@ from sparkdraft.core import UserError
 from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.engine.machine import detect
 from sparkdraft.models.registry import read_config
-from sparkdraft.train.attention import WIDEST
 from sparkdraft.train.batches import Batches, TrainBatch
 from sparkdraft.train.corpus import Corpus
-from sparkdraft.train.features import Features
-from sparkdraft.train.graphs import StepGraphs
+from sparkdraft.train.drafter_config import draft_ids, drafter_config, find_mask_id, grown_config, trained_weights
 from sparkdraft.train.loss import Labels, LossOptions, LossReport, draft_loss
 from sparkdraft.train.memory import fit_in
-from sparkdraft.train.model import DraftModel
+from sparkdraft.train.model import WIDEST, DraftModel
 from sparkdraft.train.optimizer import Optimizer
-from sparkdraft.train.recipe import draft_ids, drafter_config, find_mask_id, grown_config, trained_weights
+from sparkdraft.train.process import Signals, Stop, Stopped, stop_signals
 from sparkdraft.train.run import Run, RunInfo, State
 from sparkdraft.train.settings import FitSettings
-from sparkdraft.train.stop import Signals, Stop, Stopped, stop_signals
-from sparkdraft.train.target import Target, load_target
+from sparkdraft.train.target import Features, Target, load_target
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
 from sparkdraft.weights.loader import Progress
 
 REPORT = 50  # steps between two lines of the log; a checkpoint has a line of its own
-CLIP = 1.0  # of AdamW's gradients; the size of Muon's steps does not depend on the gradient's
+CLIP = 1.0  # norm to which AdamW's gradients are clipped; Muon's steps do not depend on the gradient's size
+EAGER = 3  # steps of a shape before its CUDA graph is captured
+DOCUMENTS = 64  # batches are padded to a multiple of this number of documents: the target's attention visits them all
 
 Report = Callable[[dict[str, float]], None]
 Loading = Callable[[], AbstractContextManager[Progress | None]]  # entered while the target is loaded
@@ -71,12 +71,12 @@ class Trainer:
         self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)
         self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
         self.meter = Meter(max(settings.all_widths), target.device)
-        self.fresh = True  # until the first step has shown how large taps are
-        self.signals: Signals | None = None  # that end a step in the middle; None: it is always finished
+        self.fresh = True  # until the first step has measured the size of the hidden states
+        self.signals: Signals | None = None  # may end a step in the middle; None: steps are always finished
         self.learn = self._learn if target.device.type == "cpu" else StepGraphs(self._learn, target.device)
 
     def step(self, number: int) -> None:
-        """Raises Stopped if the step was given up: all is as before it."""
+        """Run one training step. Raises Stopped if it was given up, with the state as it was before."""
         cursor = self.batches.cursor
         self.optimizer.set_rate(self.settings.rate(number))
         try:
@@ -139,9 +139,9 @@ class Trainer:
 
 
 def _head_of(target: Target, corpus: Corpus, settings: FitSettings) -> tuple[Tensor, Tensor | None]:
-    """The rows of the target's head among which it drafts, and each id's row there; None: all rows, in place.
+    """Return the rows of the target's head for the ids that are drafted, and a map from id to row.
 
-    An id that is not among them is treated like 'no label', which comes as -1.
+    The map is None if all ids are drafted. It is -1 for the other ids, and for -1, which stands for "no label".
     """
     head = target.decoder.head.rows()
     assert isinstance(head, Tensor), "a target in training is kept as floats"
@@ -164,25 +164,76 @@ class Meter:
     def add(self, report: LossReport, batch: TrainBatch) -> None:
         correct = report.correct
         accepted = correct.long().cumprod(1).sum(1)
-        widest = batch.width == self.widest  # lengths of narrower blocks would not compare
+        widest = batch.width == self.widest  # acceptance lengths of narrower blocks are not comparable
         one = torch.ones((), device=correct.device)
         parts = (report.loss, one, correct[:, 0].float().mean(), accepted.float().mean() * widest, one * widest)
         self.sums += torch.stack([part.double() for part in parts])
 
     def read(self) -> dict[str, float]:
-        """Means since the last reading; empty without a step."""
+        """Return the means since the last call; empty if no step was run."""
         loss, steps, first, accepted, wide = self.sums.tolist()
         self.sums.zero_()
         if not steps:
             return {}
-        length = {"length": 1 + accepted / wide} if wide else {}  # without it, no block of the full width came up
+        length = {"length": 1 + accepted / wide} if wide else {}  # no step had blocks of the full width
         return {"loss": loss / steps, "first": first / steps, **length}
+
+
+@dataclass(slots=True)
+class Shape:
+    batch: TrainBatch  # the buffers that the graph reads
+    steps: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class StepGraphs:
+    """Runs a training step as one CUDA graph: launching its thousand small kernels takes longer than running them.
+
+    The first steps of each shape run eagerly, because kernels are compiled and chosen there. Then the step is captured
+    and replayed over fixed input buffers, so everything that changes between steps must be a tensor.
+    """
+
+    def __init__(self, run: Callable[[TrainBatch], None], device: torch.device) -> None:
+        self.run, self.device, self.eager = run, device, EAGER
+        self.shapes: dict[tuple[int, int], Shape] = {}
+
+    def __call__(self, batch: TrainBatch) -> None:
+        shape = self._place(batch.padded(DOCUMENTS))
+        shape.steps += 1
+        if shape.steps <= self.eager:
+            self.run(shape.batch)
+            return
+        if shape.graph is None:
+            shape.graph = self._capture(shape.batch)
+        shape.graph.replay()
+
+    def _place(self, batch: TrainBatch) -> Shape:
+        """Copy the batch into its shape's buffers on the device."""
+        key = batch.width, len(batch.bounds)
+        if key not in self.shapes:
+            buffers: dict[str, Any] = {
+                name: torch.empty_like(t, device=self.device) for name, t in batch.tensors().items()
+            }
+            self.shapes[key] = Shape(replace(batch, **buffers))
+        held = self.shapes[key].batch.tensors()
+        for name, tensor in batch.tensors().items():
+            held[name].copy_(tensor.pin_memory(), non_blocking=True)
+        return self.shapes[key]
+
+    def _capture(self, batch: TrainBatch) -> torch.cuda.CUDAGraph:
+        """Capture the step without running it; the caller replays the graph."""
+        pool = next((s.graph.pool() for s in self.shapes.values() if s.graph), None)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(self.device)):
+            self.run(batch)
+        return graph
 
 
 def prepare(
     settings: FitSettings, device: str, progress: Progress | None, shrinks: Collection[str] = (), say: Say = print
 ) -> tuple[RunInfo, Target, Corpus]:
-    """Everything a run needs; what can be refused is refused before the target's weights are read."""
+    """Open everything a run needs, checking what can be checked before the target's weights are read."""
     corpus = Corpus(Path(settings.data))
     checkpoint = open_checkpoint(settings.target)
     config = read_config(checkpoint.config)
@@ -209,7 +260,7 @@ def prepare(
 
 
 def _draft_of(settings: FitSettings, target: Target, corpus: Corpus) -> dict[str, Any]:
-    """The drafter's config, with the longest text that it will have seen, in the runs before too."""
+    """The drafter's config, with the longest text that it will have seen in this run or the runs before."""
     seen = min(int(corpus.length.max()), settings.longest, settings.context, target.context)
     config = _config_of(settings, target)
     return config | {"trained_context": max(seen, int(config.get("trained_context", 0)))}
@@ -230,11 +281,15 @@ def fit(
     loading: Loading = nullcontext, shrinks: Collection[str] = (), say: Say = print, stopped: Stop = lambda: False,
     begin: Begin = lambda step, seconds: None, done: Callable[[int], None] = lambda step: None,
 ) -> int:  # fmt: skip
-    """Train up to settings.steps, from the folder's last checkpoint on, and save one every 'every' steps.
+    """Train up to settings.steps, from the folder's last checkpoint on, and save a checkpoint every 'every' steps.
 
-    shrinks: settings that nobody asked for, which are made smaller where they do not fit; 'say' is told. A run that is
-    resumed keeps its own. stopped: ends the run like a signal. begin: called once before the first step. done: called
-    with the number of steps after each. Returns the number of steps done, which is lower if it was ended early.
+    Returns the number of steps done, which is lower if the run was ended early.
+
+    shrinks: settings left at their defaults, which are lowered if they do not fit; a resumed run keeps its own.
+    say: told what was lowered.
+    stopped: ends the run like a signal.
+    begin: called once before the first step.
+    done: called after each step with the number of steps.
     """
     run = Run(folder)
     settings = run.as_before(settings, shrinks)
@@ -249,7 +304,7 @@ def fit(
             step, before = state.step, state.seconds
         run.rewind_log(step)
         with stop_signals() as signals, stream_of(target.device):
-            if target.device.type == "cpu":  # where a step may take a minute; a GPU's is recorded
+            if target.device.type == "cpu":  # a step may take a minute there; on a GPU it is one graph
                 trainer.signals = signals
             begin(step, before)
             return train(trainer, run, step, before, every, report, lambda: signals() or stopped(), done)
@@ -259,15 +314,15 @@ def train(
     trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Stop,
     done: Callable[[int], None] = lambda step: None,
 ) -> int:  # fmt: skip
-    """Train from 'step' on, after 'before' seconds of training; returns the step reached, of which there is a
-    checkpoint (of step 0 there is none)."""
+    """Train from 'step' on, after 'before' seconds of training. Returns the step reached, which has a checkpoint unless
+    it is 0."""
     steps, begin, stop, saved = trainer.settings.steps, time.perf_counter(), False, step
     while step < steps and not stop:
         try:
             trainer.step(step)
             step += 1
             done(step)
-            # once per step: a signal that comes while the host waits for the device counts for the next step
+            # asked once per step: a signal that comes while the host waits for the device counts for the next step
             stop = asked_to_stop()
         except Stopped:
             stop = True
@@ -294,7 +349,7 @@ def train(
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[object]:
-    """A stream for all of training: steps are recorded, which the default stream does not allow."""
+    """A side stream for all of training: the default stream does not allow graph capture."""
     if device.type == "cpu":
         return nullcontext()
     torch.cuda.synchronize(device)

@@ -1,23 +1,24 @@
-"""Writes continuations in bulk: thousands of seats that decode together on the device, refilled as texts end.
+"""Writes the continuations of a corpus in bulk, on a GPU with thousands of seats, on a CPU with the engine.
 
-A seat permanently owns consecutive cache blocks and a row of ids, so a decode step is the same launches every time: one
-forward with one row per seat, one sample, one append, recorded as a graph. The host looks in every CHECK steps, takes
-the texts that have ended and seats new prompts; it returns texts while the device runs the next steps. A text that goes
-on (the next turn of a conversation) keeps its seat and the K/V that it has. data.py decides what is asked and kept.
+On a GPU a seat permanently owns consecutive cache blocks and a row of ids, so every decode step makes the same
+launches: one forward with one token per seat, one sample, one append, captured as a CUDA graph. Every CHECK steps the
+host takes the texts that have ended and seats new prompts; it returns texts while the device runs the next steps. A
+text that continues (the next turn of a conversation) keeps its seat and its K/V. data.py decides what is asked and kept.
 
     written[seat]   . . . prompt . . . | response . . . |                          position of an id = its column
                     0         num_prompt          length  <- the id at length - 1 is the next step's row
 
-The engine does the same for other needs, and writes a corpus on a CPU (engine_writer.py). On a GPU it would be slower:
-its scheduler, blocks and outputs are Python for every request in every step, which is well for tens of requests, while
-a step of this file costs the host the same for 4,096 texts as for one.
+The engine would be slower on a GPU: its scheduler, blocks and outputs are Python for every request in every step, while
+a step here costs the host the same for 4,096 texts as for one. On a CPU its quantised weights and native kernels are
+many times faster than floats, so there every text and every turn is a request, and the prefix cache holds the turns
+before.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -28,26 +29,32 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.core import UserError
+from sparkdraft.core import FinishReason, SamplingParams, UserError
 from sparkdraft.kernels.ops import AttentionView
+from sparkdraft.llm import LLM
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token
+from sparkdraft.models.registry import read_config
 from sparkdraft.text.repetition import LoopRule, ends_in_loop, find_loops
 from sparkdraft.train.corpus import Finish
 from sparkdraft.train.memory import target_step
-from sparkdraft.train.stop import Stop
-from sparkdraft.train.target import Target
+from sparkdraft.train.process import Stop
+from sparkdraft.train.target import ChatModel, Target
+from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.loader import Progress
 
-CHECK = 16  # steps between two looks of the host
+CHECK = 16  # steps between two checks by the host
 BLOCK = 64  # positions per cache block
 LOOP = LoopRule(max_period=64, min_repeated=64)
-RUNNING = -1  # a seat's state; all others are those of Finish
+RUNNING = -1  # state of a seat whose text goes on; the other states are those of Finish
 MOST_SEATS, CPU_SEATS = 4096, 8
 GPU_ROWS, CPU_ROWS = 16384, 512  # prompt rows per forward
 NOISE_BYTES = 512 << 20  # of float32 scores in memory at once
 MEMORY_SHARE = 0.9  # of the free memory
 LEAST_DRAW = 1e-10  # an exponential draw of 0 would give an infinite score, and 0 * infinity is NaN
+SEATS = 8  # requests at once: the native kernels gain little from more rows
+RECENT = LOOP.max_period + LOOP.min_repeated
 Array = npt.NDArray[np.int32]
 
 
@@ -58,7 +65,7 @@ class Prompt:
     temperature: float  # 0 is greedy
     max_new: int
     tag: Any = None  # the caller's own
-    held: int = 0  # of a text that goes on: ids at its beginning that have not changed
+    held: int = 0  # of a text that continues: leading ids whose K/V are still valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +75,19 @@ class Written:
     finish: Finish
 
 
-Follow = Callable[[Written], Prompt | None]  # how a text goes on; None: it has ended
+Follow = Callable[[Written], Prompt | None]  # returns how a text continues; None: it has ended
 
 
 class Writer(Protocol):
-    """What data.py asks of a generator."""
+    """Writes responses; BulkGenerator does on a GPU, EngineWriter on a CPU."""
 
     num_generated: int  # ids sampled so far, including those that were cut off as loops
 
     def run(self, prompts: Iterable[Prompt], stopped: Stop = ..., follow: Follow | None = None) -> Iterator[Written]:
-        """A response to each prompt, in the order in which they end; once stopped, to those that have ended. With
-        'follow', a text that ends may go on instead, and only its last part is returned."""
+        """Yield a response to each prompt in the order in which they end; once stopped, only those that have ended.
+
+        follow: may let a text that ended continue; then only its last part is yielded.
+        """
 
 
 class BulkGenerator:
@@ -105,8 +114,8 @@ class BulkGenerator:
         self._free = list(range(self.seats))
         self._waiting: deque[Prompt] = deque()
         self._going_on: deque[tuple[int, Prompt]] = deque()  # with their seats
-        self._recorded: dict[bool, Any] = {}  # keyed by whether any seat has a temperature
-        # graphs support only the default generator
+        self._graphs: dict[bool, Any] = {}  # keyed by whether any seat has a temperature
+        # CUDA graphs support only the default generator
         self._generator = None if on_gpu else torch.Generator().manual_seed(seed)
         if on_gpu:
             torch.cuda.manual_seed(seed)
@@ -152,8 +161,7 @@ class BulkGenerator:
         self._host = torch.zeros((2, seats), dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def _step(self, noisy: bool) -> Tensor:
-        """Append one id to every seat that is not done. Reads and changes fixed tensors only, so that it can be
-        recorded."""
+        """Append one id to every running seat. Only fixed tensors are read and written, so it can be captured."""
         done = self._state != RUNNING
         position = (self._length - 1).clamp_min(0)
         slots = torch.where(done, -1, self._seat_start + position)
@@ -169,7 +177,7 @@ class BulkGenerator:
         return self._state
 
     def _sample(self, residual: Tensor, temperature: Tensor, noisy: bool) -> Tensor:  # [rows, hidden] -> int32 [rows]
-        """argmax(logits + T * gumbel), which draws from softmax(logits / T), and is greedy where T is 0."""
+        """Return argmax(logits + T * gumbel), which draws from softmax(logits / T) and is greedy where T is 0."""
         picked = []
         for rows, warmth in zip(residual.split(self._chunk), temperature.split(self._chunk), strict=True):
             scores = self.decoder.scores(rows)
@@ -180,7 +188,7 @@ class BulkGenerator:
         return torch.cat(picked).int()
 
     def _outcome(self, ids: Tensor, length: Tensor, limit: Tensor) -> Tensor:  # int32 [rows]
-        """The state of seats after an id was appended."""
+        """Return the state of seats after an id was appended."""
         ends = (ids[:, None] == self._stop_ids).any(1)
         return torch.where(ends, int(Finish.END), torch.where(length >= limit, int(Finish.LENGTH), RUNNING)).int()
 
@@ -193,13 +201,13 @@ class BulkGenerator:
                 if (self._step(noisy) != RUNNING).all():
                     break
         else:
-            if noisy not in self._recorded:
-                self._step(noisy)  # a normal step, run once before it is recorded
-                beside = next(iter(self._recorded.values()), None)
+            if noisy not in self._graphs:
+                self._step(noisy)  # a normal step, run once before it is captured
+                beside = next(iter(self._graphs.values()), None)
                 assert self.target.ops.Graph
-                self._recorded[noisy] = self.target.ops.Graph(partial(self._step, noisy), beside)
+                self._graphs[noisy] = self.target.ops.Graph(partial(self._step, noisy), beside)
             for _ in range(CHECK):
-                self._recorded[noisy].replay()
+                self._graphs[noisy].replay()
         self._find_loops()
         self._host.copy_(self._status, non_blocking=True)
 
@@ -222,11 +230,11 @@ class BulkGenerator:
             self._state.fill_(int(Finish.END))
 
     def _pull(self, source: Iterator[Prompt]) -> None:
-        """Have a prompt ready for every seat that may become free."""
+        """Queue a prompt for every seat that may become free."""
         self._waiting.extend(islice(source, self.seats - len(self._waiting)))
 
     def _refill(self) -> bool:
-        """Seat prompts while there are any and seats are free; returns whether any seat is taken."""
+        """Seat waiting prompts while seats are free. Returns whether any seat is taken."""
         while self._going_on or (self._waiting and self._free):
             batch, rows = list[tuple[int, Prompt]](), 0
             while self._going_on or (self._waiting and self._free):
@@ -246,7 +254,7 @@ class BulkGenerator:
     def _prefill(self, seats: Array, batch: Sequence[Prompt]) -> None:
         """Run the prompts of these seats in one ragged forward, and sample the first id of each response."""
         ids = np.concatenate([np.asarray(prompt.ids[prompt.held :], np.int32) for prompt in batch])
-        held = np.array([prompt.held for prompt in batch], np.int32)  # rows that are in the cache already
+        held = np.array([prompt.held for prompt in batch], np.int32)  # tokens that are in the cache already
         whole = np.array([len(prompt.ids) for prompt in batch], np.int32)
         lengths = whole - held
         limits = np.minimum(whole + np.array([p.max_new for p in batch], np.int32), self._limit_len)
@@ -269,7 +277,7 @@ class BulkGenerator:
 
     @torch.inference_mode()
     def _harvest(self) -> list[tuple[int, Written]]:
-        """Wait for the queued steps, and take the texts that have ended off their seats, loops included."""
+        """Wait for the queued steps, and free the seats of texts that have ended or loop."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize()
         lengths, states = self._host.numpy()
@@ -299,25 +307,122 @@ class BulkGenerator:
 
 
 def seats_that_fit(config: ModelConfig, max_len: int, max_rows: int, bytes_free: int, itemsize: int) -> int:
-    """The number of seats of 'max_len' tokens that fit into most of the free memory, beside a step's own needs."""
+    """Count the seats of 'max_len' tokens that fit into most of the free memory beside a step's activations."""
     scratch = target_step(config, max_rows, sampled_rows(config), itemsize)
     each = max_len * (kv_bytes_per_token(config.attention, itemsize) + 4)
     return max(min((int(bytes_free * MEMORY_SHARE) - scratch) // each, MOST_SEATS), 0)
 
 
 def sampled_rows(config: ModelConfig) -> int:
-    """Rows that are sampled at once: their scores are float32 and as wide as the vocabulary."""
+    """Count the rows that are sampled at once; their scores are float32 and as wide as the vocabulary."""
     return min(max(NOISE_BYTES // (4 * config.vocab_size), 1), MOST_SEATS)
 
 
 def cut_loop(ids: Array) -> Array:
-    """A response that ends in a loop, cut after the loop's second period; any other response unchanged."""
+    """Cut a response that ends in a loop after the loop's second period; return any other response unchanged."""
     for start, period in find_loops(ids, LOOP):
         return ids[: start + period]
     return ids
 
 
 def _cut(written: Written) -> Written:
-    """The same without its loop, and with ids of its own instead of a view of what was copied from the device."""
+    """Return the text without its loop, with ids of its own instead of a view of the copied buffer."""
     ids = cut_loop(written.ids) if written.finish is Finish.LOOP else written.ids
     return replace(written, ids=ids.copy())
+
+
+# ---- on a CPU
+
+
+@dataclass(frozen=True)
+class EngineModel(ChatModel):
+    """A model that the engine runs."""
+
+    llm: LLM
+
+
+def open_engine(
+    name: str, context: int, seats: int = 0, progress: Progress | None = None, **options: Any
+) -> EngineModel:
+    """context: the longest document, at most what the model was made for."""
+    longest = min(context, read_config(open_checkpoint(name).config).max_position)
+    llm = LLM(name, progress, max_seqs=seats or SEATS, max_model_len=longest, **options)
+    source = llm.checkpoint
+    about = (name, llm.model_config, llm.tokenizer, source.chat_template, source.special, llm.plan.max_model_len)
+    return EngineModel(*about, llm)
+
+
+@dataclass(slots=True)
+class _Text:
+    prompt: Prompt
+    ids: list[int] = field(default_factory=list)
+    checked: int = 0  # ids that were searched for loops
+
+
+class EngineWriter:
+    def __init__(self, model: EngineModel, max_len: int, stop_ids: Iterable[int] | None = None, seed: int = 0) -> None:
+        """max_len: the longest prompt and response together. stop_ids: none: the model's own."""
+        self.engine, self.max_len, self.num_generated = model.llm.engine, max_len, 0
+        self.seats = model.llm.plan.max_seqs
+        self.stop_ids = tuple(sorted(model.tokenizer.eos_ids if stop_ids is None else stop_ids))
+        self._seeds = np.random.default_rng(seed)
+        self._texts: dict[str, _Text] = {}
+
+    def run(
+        self, prompts: Iterable[Prompt], stopped: Stop = lambda: False, follow: Follow | None = None
+    ) -> Iterator[Written]:
+        source = iter(prompts)
+        try:
+            while not stopped():
+                while len(self._texts) < self.seats and (prompt := next(source, None)):
+                    self._add(prompt)
+                if not self._texts:
+                    return
+                for written in self._step():
+                    if follow and (prompt := follow(written)):
+                        self._add(prompt)
+                    else:
+                        yield written
+        finally:
+            for name in self._texts:
+                self.engine.abort(name)
+            self._texts.clear()
+
+    def _add(self, prompt: Prompt) -> None:
+        room = min(prompt.max_new, self.max_len - len(prompt.ids))
+        assert room > 0 and prompt.ids, (len(prompt.ids), prompt.max_new)
+        seed = int(self._seeds.integers(1 << 62))
+        params = SamplingParams(
+            room, temperature=prompt.temperature, seed=seed, stop_ids=self.stop_ids, ignore_eos=True
+        )
+        self._texts[self.engine.add(list(prompt.ids), params)] = _Text(prompt)
+
+    def _step(self) -> list[Written]:
+        """Run one step and return the texts that have ended."""
+        ended = []
+        for piece in self.engine.step():
+            if (text := self._texts.get(piece.request_id)) is None:  # the end of one that was aborted
+                continue
+            text.ids += piece.ids
+            finish = _finish(text, piece.finish)
+            if finish is None:
+                continue
+            if piece.finish is None:
+                self.engine.abort(piece.request_id)
+            del self._texts[piece.request_id]
+            self.num_generated += len(text.ids)
+            ids = np.array(text.ids, np.int32)
+            ended.append(Written(text.prompt, cut_loop(ids) if finish is Finish.LOOP else ids, finish))
+        return ended
+
+
+def _finish(text: _Text, said: FinishReason | None) -> Finish | None:
+    """Return how the text ended, or None. Loops are searched every CHECK ids, and not in texts that ended by
+    themselves."""
+    if said is FinishReason.STOP:
+        return Finish.END
+    if said is not None or len(text.ids) >= text.checked + CHECK:
+        text.checked = len(text.ids)
+        if next(find_loops(text.ids[-RECENT:], LOOP), None):
+            return Finish.LOOP
+    return None if said is None else Finish.LENGTH

@@ -1,24 +1,27 @@
-"""The DFlash drafter as a trainable module: drafters/dflash.py's arithmetic over many random blocks at once.
+"""The DFlash drafter as a trainable module: the arithmetic of drafters/dflash.py over many random blocks at once.
 
-Its parameters have the names of the published checkpoints and are kept in float32; the arithmetic runs in the dtype of
-the taps. Context rows enter only as keys and values, projected for all layers by one matmul, and every block is a
-separate draft. The target's embedding and head are borrowed and frozen. The loss is in loss.py.
+Its parameters have the names of published checkpoints and are kept in float32; the arithmetic runs in the dtype of the
+aux hidden states. The context enters only as keys and values, projected for all layers by one matmul, and every block
+is a separate draft. The target's embedding and head are borrowed and frozen. The loss is in loss.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.rope import rope_table
-from sparkdraft.train.attention import block_attention
 from sparkdraft.train.batches import TrainBatch
+from sparkdraft.train.memory import CPU_SCORES
+
+WIDEST = 16  # most rows of a block that the GPU's kernel takes
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -29,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_rope(x: Tensor, weight: Tensor, angles: Tensor, eps: float) -> Tensor:
-    """Norm and rotate heads [rows, heads, head_dim]. angles: [rows, head_dim], cosines, then sines."""
+    """Normalise and rotate heads [rows, heads, head_dim]. angles: [rows, head_dim], cosines, then sines."""
     a, b = rms_norm(x, weight, eps).float().chunk(2, -1)
     cos, sin = angles.unsqueeze(1).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
@@ -41,7 +44,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 class TakeRows(torch.autograd.Function):
-    """x[rows], where a row may be taken many times: its gradients are summed in float32."""
+    """Gathers x[rows], summing the gradients of rows that are taken many times in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -124,13 +127,16 @@ class DraftModel(nn.Module):
         self.fc = matrix(config.hidden_size, width)
         self.hidden_norm, self.norm = Norm(config.hidden_size), Norm(config.hidden_size)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
-        # Taps differ tenfold in size between layers and channels; the inputs of training should not.
+        # Hidden states differ tenfold in size between layers and channels; the inputs of training should not.
         self.register_buffer("tap_scale", torch.ones(width))
         self.register_buffer("rope", rope_table(config.uniform()[0].rope, longest + draft.block_size), persistent=False)
 
     def forward(self, batch: TrainBatch, taps: Tensor, block: Tensor) -> Tensor:
-        """Final-normed rows [A * W, hidden], from taps [N, taps * hidden] of the context and the embedded block [A * W,
-        hidden]."""
+        """Return the rows [A * W, hidden] after the final norm.
+
+        taps: aux hidden states [N, taps * hidden] of the context.
+        block: the embedded block rows [A * W, hidden].
+        """
         offsets = torch.arange(batch.width, dtype=torch.int32, device=taps.device)
         anchored = batch.positions[batch.anchors.long()]  # [A]: the anchor's position
         rope = self.rope.index_select(0, (anchored.unsqueeze(1) + offsets).flatten())
@@ -146,7 +152,7 @@ class DraftModel(nn.Module):
         return self.fused.rms_norm(x, self.norm.weight, self.eps)
 
     def context_kv(self, taps: Tensor, rope: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [N, kv_heads, head_dim] of the context, per layer."""
+        """Project the context's keys and values [N, kv_heads, head_dim] for each layer."""
         features = _linear(taps, self.fc.weight * self.tap_scale)
         normed = self.fused.rms_norm(features, self.hidden_norm.weight, self.eps)
         attentions = [layer.self_attn for layer in self.layers if isinstance(layer, DraftLayer)]
@@ -175,9 +181,9 @@ class DraftModel(nn.Module):
         return _linear(self.fused.silu_mul(both), mlp.down_proj.weight)
 
     def scale_taps(self, taps: Tensor, keep: bool) -> None:
-        """Normalise taps to unit size; 'taps' [rows, taps * hidden] show how large they are.
+        """Set the scale that brings aux hidden states like 'taps' [rows, taps * hidden] to unit size.
 
-        keep: the matrix that reads them has been trained, and is rescaled so that it computes the same as before.
+        keep: rescale the matrix that reads them, so that a trained drafter computes the same as before.
         """
         self.tap_scale.copy_(taps.float().square().mean(0).clamp_min(1e-8).rsqrt())
         if keep:
@@ -186,7 +192,7 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def begin_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a trained drafter's weights. A layer that it does not have adds nothing at first."""
+        """Copy a trained drafter's weights. Layers that it lacks begin as the identity."""
         for name, parameter in self.named_parameters():
             if name in tensors:
                 parameter.copy_(tensors[name])
@@ -195,10 +201,90 @@ class DraftModel(nn.Module):
 
 
 def folded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state as a checkpoint holds the drafter: the taps' scale is folded into the matrix that reads them."""
+    """Return a model's state as checkpoints hold it, with the input scale folded into the matrix that reads it."""
     weights = {name: tensor for name, tensor in state.items() if name != "tap_scale"}
     return weights | {"fc.weight": weights["fc.weight"] * state["tap_scale"]}
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
+
+
+def block_attention(
+    q: Tensor,  # [blocks * width, heads, head_dim]
+    block_k: Tensor,  # [blocks * width, kv_heads, head_dim]
+    block_v: Tensor,
+    context_k: Tensor,  # [tokens, kv_heads, head_dim]
+    context_v: Tensor,
+    starts: Tensor,  # int32 [blocks], never descending: the first token that the block sees, of its own document
+    anchors: Tensor,  # int32 [blocks], never descending: the first token that the block does not see as context
+    width: int,
+    scale: float,
+) -> Tensor:  # [blocks * width, heads, head_dim]
+    """Attend from draft blocks of 'width' rows, each over the context before its anchor and over itself.
+
+    All blocks of a batch attend at once to context rows that are laid end to end, so blocks of one document share its
+    keys and values. `reference_attention` defines the operator. A CPU runs it over a few neighbouring blocks at a time,
+    on the stretch of context that they see, and recomputes it in the backward pass; a GPU runs
+    train/kernels/block_attention.py, which needs no mask. Differentiable in its five float inputs, which may be views
+    whose last dimension is contiguous.
+
+        context rows | document 0 .................... | document 1 .................... | ...
+        block j                                          [starts[j] ... anchors[j]) + its own rows j*W .. j*W + W - 1
+    """
+    assert q.shape[0] == block_k.shape[0] == len(anchors) * width == len(starts) * width, (q.shape, anchors.shape)
+    assert q.shape[1] % block_k.shape[1] == 0 and q.shape[2] == block_k.shape[2], (q.shape, block_k.shape)
+    assert block_k.shape == block_v.shape and context_k.shape == context_v.shape, (block_k.shape, context_k.shape)
+    assert block_k.shape[1:] == context_k.shape[1:], (block_k.shape, context_k.shape)
+    if q.is_cuda:
+        # imported here because triton is not available everywhere
+        from sparkdraft.train.kernels import block_attention as kernel
+
+        return kernel.block_attention(q, block_k, block_v, context_k, context_v, starts, anchors, width, scale)
+    parts = []
+    for first, last in _neighbours(starts.tolist(), anchors.tolist(), width):
+        low, high = int(starts[first]), int(anchors[last - 1])
+        rows = (tensor[first * width : last * width] for tensor in (q, block_k, block_v))
+        context = (tensor[low:high] for tensor in (context_k, context_v))
+        places = (tensor[first:last] - low for tensor in (starts, anchors))
+        parts.append(checkpoint(reference_attention, *rows, *context, *places, width, scale, use_reentrant=False))
+    return torch.cat(parts) if parts else q
+
+
+def _neighbours(starts: list[int], anchors: list[int], width: int) -> Iterator[tuple[int, int]]:
+    """Yield runs [first, last) of blocks that have few (row, key) pairs together."""
+    first = 0
+    for last in range(1, len(anchors) + 1):
+        if last < len(anchors):
+            keys = anchors[last] - starts[first] + width
+            if (last + 1 - first) * width * keys <= CPU_SCORES:
+                continue
+        yield first, last
+        first = last
+
+
+def reference_attention(
+    q: Tensor,
+    block_k: Tensor,
+    block_v: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    starts: Tensor,
+    anchors: Tensor,
+    width: int,
+    scale: float,
+) -> Tensor:
+    """Define block_attention in the inputs' own dtype; memory grows with blocks * width * heads * tokens."""
+    kv_heads, tokens = context_k.shape[1], context_k.shape[0]
+    grouped = q.unflatten(0, (-1, width)).unflatten(2, (kv_heads, -1))  # [blocks, width, kv_heads, group, dim]
+    own_k, own_v = block_k.unflatten(0, (-1, width)), block_v.unflatten(0, (-1, width))
+    token = torch.arange(tokens, device=q.device)
+    seen = (token >= starts.unsqueeze(1)) & (token < anchors.unsqueeze(1))  # [blocks, tokens]
+    context = torch.einsum("bwkgd,tkd->bwkgt", grouped, context_k)
+    context = context.masked_fill(~seen[:, None, None, None], float("-inf"))
+    own = torch.einsum("bwkgd,bvkd->bwkgv", grouped, own_k)
+    weights = (torch.cat((context, own), dim=-1) * scale).softmax(-1)
+    to_context, to_own = weights.split((tokens, width), dim=-1)
+    mixed = torch.einsum("bwkgt,tkd->bwkgd", to_context, context_v)
+    mixed = mixed + torch.einsum("bwkgv,bvkd->bwkgd", to_own, own_v)
+    return mixed.reshape(q.shape)

@@ -1,9 +1,17 @@
-"""The prompts that the target is asked: those that a user gives, and those that the target writes itself.
+"""Prompts for the target: those that a user gives, and those that the target writes itself, alone or in conversations.
 
 A chat model that is given its own template up to where the user's message begins writes a user's message. System
 prompts and first words, drawn at random, make the messages differ. Messages that are empty, broken or repeated are
-dropped, and the others are appended to a file line by line, so that none is written twice. Reading a file needs no
-model, so a bad file is refused before a model is loaded. data.py has the prompts answered.
+dropped; the others are appended to a file line by line. Reading a file needs no model, so a bad file is refused before
+a model is loaded. data.py has the prompts answered.
+
+A conversation is one growing text. After an answer come the ids with which the template leads to the user's next
+message, perhaps with first words of ours, and the target writes the message; then come the ids that lead to the answer.
+An answer that loops is cut, and the conversation continues. So a document of n answers is run once, not n times: each
+turn runs only its new ids after what the generator holds (generate.py).
+
+    | system, first message, to_answer | answer | to_user, first words | message | to_answer | answer | ...
+      the prompt                         span 0                                                span 1
 """
 
 from __future__ import annotations
@@ -12,17 +20,17 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sparkdraft.core import UserError
-from sparkdraft.train.corpus import Finish
+from sparkdraft.train.corpus import Finish, Span
 from sparkdraft.train.generate import Prompt, Written
 from sparkdraft.train.target import ChatModel
 
-GIVEN, SELF = "given", "self"  # kinds: of a file's prompts that name no class, and of self-written ones
+GIVEN, SELF = "given", "self"  # kinds of prompts: from a file without naming a class, and self-written
 MARKER = "The_message_of_the_user_stands_here"
 MESSAGE_TOKENS, LEAST_TOKENS = 160, 3
 WARMTH = (1.0, 0.85)
@@ -51,6 +59,14 @@ OPENINGS = (
     "```python\n", "Who was", "When did", "Is it true that", "Please",
 )  # fmt: skip
 
+ANSWER_MARKER = "The_answer_of_the_assistant_stands_here"
+MOST_TRIES = 4  # times that one message is written; then the conversation ends
+LEAST_ANSWER = 16  # tokens that a turn must leave for its answer
+FOLLOW_UPS = (
+    "Can you", "Could you", "Now", "And", "But", "What about", "What if", "Thank you", "Thanks!", "I see.", "Why",
+    "How", "Give me an example of", "Explain the", "Rewrite", "Make it", "Please add", "Is there", "Which",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -66,7 +82,7 @@ class Question:
 
 
 def normalised(text: str) -> str:
-    """Equal for texts that differ only in case and white space."""
+    """Fold case and white space, so that texts that differ only in these compare equal."""
     return " ".join(text.split()).casefold()
 
 
@@ -96,7 +112,7 @@ def read_prompts(path: str | Path) -> list[Question]:
 
 
 class PromptFile:
-    """Prompts that a target wrote, kept as they come: lines of a .jsonl, the last of which may have been cut off."""
+    """Prompts that a target wrote, as lines of a .jsonl file. A last line that was cut off is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.questions = path, list[Question]()
@@ -158,7 +174,7 @@ def _check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The place in the template where a user's message is written."""
+    """The text before a user's message in the template, and the id that ends the message."""
 
     before: str
     end_id: int | None  # the first special id after the message, unless plain text follows
@@ -178,13 +194,13 @@ def user_turn(target: ChatModel, system: str | None = None) -> Turn:
 
 
 def stop_ids(target: ChatModel) -> set[int]:
-    """Ids that end a message which the target writes as the user: the end of its turn, or of the text."""
+    """Return the ids that end a message which the target writes as the user: end of turn or end of text."""
     end = user_turn(target).end_id
     return set(target.tokenizer.eos_ids) | ({end} if end is not None else set())
 
 
 def message_prompts(target: ChatModel, count: int, seed: int) -> Iterator[Prompt]:
-    """Prompts that a user's message follows. The tag is (system prompt, first words)."""
+    """Yield prompts that a user's message follows. Their tag is (system prompt, first words)."""
     rng = random.Random(seed)
     systems = [system for system in SYSTEMS if _takes(target, system)]
     known: dict[tuple[str | None, str], list[int]] = {}
@@ -204,7 +220,7 @@ def message_prompts(target: ChatModel, count: int, seed: int) -> Iterator[Prompt
 
 
 def _takes(target: ChatModel, system: str) -> bool:
-    """Whether the template takes a system prompt: some refuse it, or write it as part of the user's message."""
+    """Tell whether the template has a system prompt: some refuse it or write it into the user's message."""
     try:
         return system in user_turn(target, system).before
     except UserError:
@@ -222,24 +238,125 @@ class Sieve:
 
     def take(self, written: Written) -> Question | None:
         system, opening = written.prompt.tag
-        ids = written.ids.tolist()
-        if ids and ids[-1] in self.ends:
-            ids.pop()
-        text = (opening + self.target.tokenizer.decode(ids)).rstrip("\ufffd").strip()  # a character may be cut in half
-        reason = self._reason(written.finish, ids, text)
+        text, reason = message_text(self.target, opening, without_end(written, self.ends), written.finish, self.seen)
         if reason:
             self.dropped[reason] += 1
             return None
         self.seen.add(normalised(text))
         return _ask(text, SELF, system)
 
-    def _reason(self, finish: Finish, ids: list[int], text: str) -> str | None:
-        if not text:
-            return "empty"
-        if len(ids) < LEAST_TOKENS:
-            return "short"
-        if not self.target.tokenizer.special_ids.isdisjoint(ids):
-            return "special ids"
-        if finish is Finish.LOOP:
-            return "loop"
-        return "repeated" if normalised(text) in self.seen else None
+
+def without_end(written: Written, ends: Container[int]) -> list[int]:
+    ids: list[int] = written.ids.tolist()
+    return ids[:-1] if ids and ids[-1] in ends else ids
+
+
+def message_text(
+    model: ChatModel, opening: str, ids: list[int], finish: Finish, seen: Container[str], leave_out: Container[str] = ()
+) -> tuple[str, str]:
+    """Decode a message that the target wrote after 'opening'. Returns it with the reason to drop it, or "".
+
+    seen, leave_out: messages that must not be asked again, or at all, normalised.
+    """
+    text = (opening + model.tokenizer.decode(ids)).rstrip("\ufffd").strip()  # a character may be cut in half
+    reasons = {
+        "empty": not text,
+        "short": len(ids) < LEAST_TOKENS,
+        "special ids": not model.tokenizer.special_ids.isdisjoint(ids),
+        "loop": finish is Finish.LOOP,
+        "excluded": normalised(text) in leave_out,
+        "repeated": normalised(text) in seen,
+    }
+    return text, next((reason for reason, holds in reasons.items() if holds), "")
+
+
+# ---- conversations
+
+
+@dataclass(frozen=True, slots=True)
+class Glue:
+    """The ids that a template writes between the turns."""
+
+    to_user: str  # from the end of an answer to the beginning of the user's next message
+    end_id: int  # its first id, which should end the answer
+    to_answer: list[int]  # ids from the end of a message to the beginning of its answer
+    ends: frozenset[int]  # ids that end a turn
+
+    @staticmethod
+    def of(model: ChatModel) -> Glue | None:
+        """Return None if the template writes earlier turns differently once more turns follow: then a conversation is
+        not one growing text."""
+        said = {"role": "user", "content": MARKER}, {"role": "assistant", "content": ANSWER_MARKER}
+        first, whole = model.chat_text(said[:1]), model.chat_text((*said, said[0]))
+        to_answer = first.partition(MARKER)[2]
+        begin = first + ANSWER_MARKER
+        if not whole.startswith(begin) or not whole.endswith(MARKER + to_answer):
+            return None
+        to_user = whole[len(begin) : -len(MARKER + to_answer)]
+        user_ids, answer_ids = (model.tokenizer.encode(text, add_special=False) for text in (to_user, to_answer))
+        return Glue(to_user, user_ids[0], answer_ids, frozenset(stop_ids(model))) if user_ids and answer_ids else None
+
+
+@dataclass(slots=True)
+class Talk:
+    """One conversation while it is written."""
+
+    model: ChatModel
+    glue: Glue
+    first: Prompt  # its temperature and max_new are those of every answer
+    goal: int  # tokens after which no more turns are begun
+    leave_out: set[str]  # messages that must not be asked, normalised
+    rng: random.Random
+    ids: list[int] = field(default_factory=list)  # up to the end of the last answer
+    answers: list[Span] = field(default_factory=list)
+    finish: Finish = Finish.END  # of the last answer
+    dropped: Counter[str] = field(default_factory=Counter)  # messages, by reason
+    opening: str | None = None  # the first words of the message that is being written; None: an answer is
+    tries: int = 0
+    said: set[str] = field(default_factory=set)
+
+    def begin(self) -> Prompt:
+        ids, room = list(self.first.ids), max(self.goal - len(self.first.ids), 1)
+        return Prompt(ids, self.first.kind, self.first.temperature, min(self.first.max_new, room), self)
+
+    def follow(self, written: Written) -> Prompt | None:
+        """Take what was written and return the next prompt of the conversation, or None at its end."""
+        ids = without_end(written, self.glue.ends)
+        if self.opening is None:
+            self._take_answer(written, ids)
+            return self._next_message()
+        text, reason = message_text(self.model, self.opening, ids, written.finish, self.said, self.leave_out)
+        if reason:
+            self.dropped[reason] += 1
+            return self._next_message()
+        self.said.add(normalised(text))
+        self.tries, so_far = 0, [*written.prompt.ids, *ids]
+        return self._ask(so_far + self.glue.to_answer, len(so_far))
+
+    # ---- the parts
+
+    def _ask(self, ids: list[int], held: int) -> Prompt | None:
+        self.opening = None
+        room = self.goal - len(ids)
+        if room < min(LEAST_ANSWER, self.first.max_new):
+            return None
+        return Prompt(ids, self.first.kind, self.first.temperature, min(self.first.max_new, room), self, held)
+
+    def _take_answer(self, written: Written, ids: list[int]) -> None:
+        begin = len(written.prompt.ids)
+        self.ids, self.finish = [*written.prompt.ids, *ids], written.finish
+        end = len(self.ids)
+        if end < begin + len(written.ids):  # the end of the answer is a label too, and is the template's own id
+            self.ids.append(self.glue.end_id)
+            end += int(written.ids[-1]) == self.glue.end_id
+        self.answers.append((begin, end))
+
+    def _next_message(self) -> Prompt | None:
+        self.tries += 1
+        held = len(self.ids) - (self.ids[-1] == self.glue.end_id)
+        if self.tries > MOST_TRIES or held + MESSAGE_TOKENS + LEAST_ANSWER > self.goal:
+            return None
+        openings = OPENINGS if self.rng.random() < 0.5 else FOLLOW_UPS
+        self.opening = "" if self.rng.random() < PLAIN_OPENING else self.rng.choice(openings)
+        ids = self.ids[:held] + self.model.tokenizer.encode(self.glue.to_user + self.opening, add_special=False)
+        return Prompt(ids, self.first.kind, self.rng.choice(WARMTH), MESSAGE_TOKENS, self, held)

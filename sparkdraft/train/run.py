@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.train.alone import alone_in
 from sparkdraft.train.batches import Cursor
+from sparkdraft.train.process import alone_in
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.util.plot import Line, Panel, svg
 

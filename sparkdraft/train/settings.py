@@ -6,7 +6,7 @@ Defaults suit a small target on one large GPU. No torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from sparkdraft.core import UserError
@@ -17,34 +17,43 @@ NOT_NEGATIVE = ("intermediate", "window", "sinks", "vocab", "warmup", "seed", "l
 MAY_CHANGE = ("steps",)  # settings that may change when a run is resumed: it may be made longer
 
 
+def setting(default: Any, text: str) -> Any:
+    """A field with the help text of its flag."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, slots=True)
 class FitSettings:
     target: str
     data: str
-    init: str = ""  # a drafter to start from, with more layers if more are asked for; empty: from nothing
-    layers: int = 3
-    intermediate: int = 0  # width of the drafter's MLP; 0: the target's
-    block: int = 16  # rows of the drafter's block, including the anchor
-    widths: tuple[int, ...] = ()  # blocks are trained in these widths, mixed; empty: the block and half of it
-    taps: tuple[int, ...] = ()  # target layers it reads; empty: five, spread evenly
-    window: int = 0  # rows of the context that it is shown, the last so many; 0: all, or as the drafter to start from
-    sinks: int = 16  # with a window: rows at the beginning of the context that it is shown too
-    vocab: int = 0  # the number of ids that can be drafted, the most common in the corpus; 0: all
-    mask_id: int = -1  # the mask's id; -1: an id the target never learnt
-    steps: int = 10000
-    context: int = 16384  # tokens of text per step
-    block_rows: int = 49152  # rows of all blocks of a step
-    longest: int = 8192  # tokens per document at most
-    optimizer: str = "muon"
-    lr: float = 0.0  # of matrices; 0: the optimizer's default
-    vector_lr: float = 2e-3  # of norms
-    warmup: int = 100  # steps
-    flat: float = 0.3  # share of the steps before the rate begins to fall, to zero at the end
-    weights: str = "dpace"  # of positions in the loss: dpace, or decay
-    decay: float = 7.0
-    alpha: float = 0.5
-    soft: float = 0.0  # share of the target's own distribution in the labels of sampled text
-    seed: int = 0
+    init: str = setting(
+        "", "a drafter to start from, a folder or hub id in z-lab's layout; further --layers are added to it"
+    )
+    layers: int = setting(3, "layers of the drafter")
+    intermediate: int = setting(0, "width of its MLP (0: the target's)")
+    block: int = setting(16, "tokens of a draft block, including the anchor: it drafts one less")
+    widths: tuple[int, ...] = setting((), "block widths to mix in training, a list (default: the block and half of it)")
+    taps: tuple[int, ...] = setting((), "target layers it reads, a list counted from 0 (default: five, spread evenly)")
+    window: int = setting(0, "it sees the last N tokens of the context (0: all, or as the drafter of --init)")
+    sinks: int = setting(16, "with --window: it also sees this many tokens at the beginning of the context")
+    vocab: int = setting(0, "draft only the N most frequent ids of the corpus: a cheaper head (0: all)")
+    mask_id: int = setting(-1, "the mask token (-1: one the target never learnt)")
+    steps: int = setting(10000, "training steps; a finished run continues when this is raised")
+    context: int = setting(16384, "tokens of text per step")
+    block_rows: int = setting(49152, "tokens of all draft blocks of a step")
+    longest: int = setting(8192, "longest document, in tokens; the rest of a longer one is left out")
+    optimizer: str = setting("muon", "optimizer of the matrices: muon or adamw")
+    lr: float = setting(0.0, "its learning rate (0: its default)")
+    vector_lr: float = setting(2e-3, "learning rate of the norms")
+    warmup: int = setting(100, "steps over which the rates rise")
+    flat: float = setting(0.3, "share of the steps before the rates fall")
+    weights: str = setting("dpace", "weights of positions in the loss: dpace or decay")
+    decay: float = setting(7.0, "positions after which decay's weight has fallen to a third")
+    alpha: float = setting(0.5, "smoothing of dpace")
+    soft: float = setting(
+        0.0, "share of the target's own distribution in the labels of sampled text (0: the text alone)"
+    )
+    seed: int = setting(0, "seed of order, anchors and first weights")
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.train.attention import reference_attention
 from sparkdraft.train.kernels import block_attention, draft_loss
 from sparkdraft.train.loss import Labels, LossOptions, chunked_loss, reference_loss
+from sparkdraft.train.model import reference_attention
 from tests.kernels.ahead_of_time import GPUS
 from tests.kernels.test_cuda import LIMIT, TYPES, assert_close, compile_kernel
 from tests.kernels.triton_device import (

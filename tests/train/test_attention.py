@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.train.attention import block_attention
+from sparkdraft.train.model import block_attention
 
 DOCUMENTS = [7, 1, 12]  # tokens of each
 ANCHORS = [0, 3, 6, 7, 8, 13, 13, 19]  # the first and the last token of documents among them; one twice

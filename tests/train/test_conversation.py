@@ -13,13 +13,21 @@ import pytest
 
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
-from sparkdraft.train import conversation
+from sparkdraft.train import prompts
 from sparkdraft.train.batches import Batches
-from sparkdraft.train.conversation import Glue, Talk
 from sparkdraft.train.corpus import Corpus, Finish
 from sparkdraft.train.data import make_corpus, read_lengths
-from sparkdraft.train.engine_writer import EngineModel, EngineWriter, open_engine
-from sparkdraft.train.generate import BulkGenerator, Prompt, Writer, Written, cut_loop
+from sparkdraft.train.generate import (
+    BulkGenerator,
+    EngineModel,
+    EngineWriter,
+    Prompt,
+    Writer,
+    Written,
+    cut_loop,
+    open_engine,
+)
+from sparkdraft.train.prompts import Glue, Talk
 from sparkdraft.train.target import ChatModel, Target, load_target
 from tests.models.tiny import write_tiny
 from tests.train.test_generate import CHAT, engine_ids, in_order, some_prompts
@@ -46,7 +54,7 @@ def served(folder: Path) -> EngineModel:
 
 @pytest.fixture(autouse=True)
 def short_messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(conversation, "MESSAGE_TOKENS", 12)
+    monkeypatch.setattr(prompts, "MESSAGE_TOKENS", 12)
     monkeypatch.setattr("sparkdraft.train.prompts.MESSAGE_TOKENS", 12)
     yield
 

@@ -34,12 +34,10 @@ from sparkdraft.train import run as run_module
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.data import make_corpus
 from sparkdraft.train.export import read_drafter
-from sparkdraft.train.features import Features
-from sparkdraft.train.fit import fit
-from sparkdraft.train.graphs import StepGraphs
+from sparkdraft.train.fit import StepGraphs, fit
 from sparkdraft.train.run import Run
 from sparkdraft.train.settings import FitSettings
-from sparkdraft.train.target import load_target
+from sparkdraft.train.target import Features, load_target
 from sparkdraft.util import progress as progress_module
 from sparkdraft.util.progress import Meter
 from tests.models.tiny import write_tiny

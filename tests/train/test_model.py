@@ -14,13 +14,12 @@ from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.train.batches import Batches
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
-from sparkdraft.train.features import Features
+from sparkdraft.train.drafter_config import drafter_config, find_mask_id, spread_taps
 from sparkdraft.train.fit import Trainer
 from sparkdraft.train.memory import CHUNKS, LAID_OUT
 from sparkdraft.train.model import folded, take_rows
-from sparkdraft.train.recipe import drafter_config, find_mask_id, spread_taps
 from sparkdraft.train.settings import FitSettings
-from sparkdraft.train.target import Target, load_target
+from sparkdraft.train.target import Features, Target, load_target
 from tests.drafters.tiny_drafter import DraftHarness, write_drafter
 from tests.models.tiny import write_tiny
 

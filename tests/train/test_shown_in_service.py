@@ -12,8 +12,8 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.drafters.dflash import DFlash, DraftBlock
 from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
+from sparkdraft.train.drafter_config import grown_config
 from sparkdraft.train.fit import Trainer
-from sparkdraft.train.recipe import grown_config
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.target import load_target
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab

@@ -1,4 +1,4 @@
-"""Attention of drafter training as Triton kernels, forward and backward: train/attention.py defines it.
+"""Attention of drafter training as Triton kernels, forward and backward: train/model.py defines it.
 
 A program takes one block and one K/V head, all rows x grouped heads in one tile; the backward pass recomputes the
 weights from the saved log-sum-exp. Gradients of the context are gathered, not scattered: a program owns a tile of keys
