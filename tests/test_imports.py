@@ -70,9 +70,8 @@ NO_TORCH = [
     "models.common.sizes",
     "models.registry",  # and with it every architecture: reading a config.json needs no torch
     "cli.cluster",
-    "cli.cluster_findings",
-    "cli.cluster_plan",
-    "cli.cluster_up",
+    "cli.exchange",
+    "cli.models",
     "cli.doctor",
     "cli.main",
     "cli.plan",

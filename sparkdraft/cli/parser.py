@@ -6,14 +6,23 @@ Flags are written in full: an abbreviation gets an error that names the full fla
 from __future__ import annotations
 
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from sparkdraft.util.names import did_you_mean
 
 MISUSED = 2  # the exit status of a wrong command line
 TYPES = {int: "INT", float: "FLOAT", str: "TEXT"}  # what --help shows for a flag's value
+
+
+class Verb(NamedTuple):
+    """A verb of the command, where a module has several."""
+
+    HELP: str
+    EXAMPLES: str
+    configure: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
 
 
 class Parser(ArgumentParser):

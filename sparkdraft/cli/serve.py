@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sparkdraft import __version__
 from sparkdraft.bridges.container_env import container_notes
-from sparkdraft.cli.export import CHOICES, add_serve_flags, add_vllm_flags, read_choices, read_config
+from sparkdraft.cli.serve_options import CHOICES, add_serve_flags, add_vllm_flags, read_choices, read_config
 from sparkdraft.core import UserError
 from sparkdraft.defaults import describe
 from sparkdraft.operate.canary.findings import summary

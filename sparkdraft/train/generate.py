@@ -3,7 +3,7 @@
 On a GPU a seat permanently owns consecutive cache blocks and a row of ids, so every decode step makes the same
 launches: one forward with one token per seat, one sample, one append, captured as a CUDA graph. Every CHECK steps the
 host takes the texts that have ended and seats new prompts; it returns texts while the device runs the next steps. A
-text that continues (the next turn of a conversation) keeps its seat and its K/V. data.py decides what is asked and kept.
+text that continues (the next turn of a conversation) keeps its seat and its K/V. data.py decides what is asked.
 
     written[seat]   . . . prompt . . . | response . . . |                          position of an id = its column
                     0         num_prompt          length  <- the id at length - 1 is the next step's row

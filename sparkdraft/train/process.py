@@ -1,4 +1,4 @@
-"""What a long job needs of its process: a lock on the folder it writes to, and signals that stop it without losing work."""
+"""A lock on the folder that a long job writes to, and signals that stop the job without losing work."""
 
 from __future__ import annotations
 

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from sparkdraft.cli.chat import DEFAULTS, answer
-from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run_command
-from sparkdraft.cli.chat_input import messages
+from sparkdraft.cli.chat import COMMANDS, DEFAULTS, Conversation, answer, is_command, messages, run_command
 from sparkdraft.cli.console import WordWrap, note
 from sparkdraft.cli.main import main
 from sparkdraft.core import REPETITION, FinishReason, SamplingParams, StepOutput, UserError
@@ -28,7 +26,7 @@ from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, LEFT, READY, UP
 from tests.models.tiny import write_tiny
 from tests.patience import PATIENT
 
-ECHO = "from sparkdraft.cli.chat_input import messages\nfor text in messages(): print(repr(text), flush=True)"
+ECHO = "from sparkdraft.cli.chat import messages\nfor text in messages(): print(repr(text), flush=True)"
 ANALYSIS = "<|channel|>analysis<|message|>"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
@@ -127,7 +125,7 @@ WAITS = """
 import time
 from types import SimpleNamespace
 from sparkdraft.cli.chat import DEFAULTS, answer
-from sparkdraft.cli.chat_commands import Conversation
+from sparkdraft.cli.chat import Conversation
 from sparkdraft.core import StepOutput
 
 class Waits:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.cli.pull import find_published
+from sparkdraft.cli.models import find_published
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.drafters import pairs

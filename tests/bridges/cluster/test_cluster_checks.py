@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.bridges.cluster import checks as survey_module
 from sparkdraft.bridges.cluster.checks import Seen, hosts_of, judge, survey
 from sparkdraft.bridges.cluster.hosts import Host, HostSpec, read_cluster, ssh_words
 from sparkdraft.bridges.cluster.node import look
 from sparkdraft.bridges.cluster.node.processes import identity
 from sparkdraft.bridges.cluster.supervisor import sweep
-from sparkdraft.cli.cluster_findings import refuse_broken
-from sparkdraft.cli.cluster_up import paths_of
+from sparkdraft.cli.cluster import paths_of, refuse_broken
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
@@ -235,7 +233,7 @@ def test_what_a_killed_keeper_left_is_ended_before_ports_are_looked_at(
 ) -> None:
     """What a running keeper holds is another supervisor's, and is only reported."""
     monkeypatch.setenv("SPARKDRAFT_CACHE", sparks.environ["SPARKDRAFT_CACHE"])
-    monkeypatch.setattr(survey_module, "survey", partial(survey, gap=0))
+    monkeypatch.setattr("sparkdraft.cli.cluster.survey", partial(survey, gap=0))
     left = subprocess.Popen([sys.executable, "-c", LISTENS, str(sparks.port)], env=sparks.environ)
     wait_for(lambda: look.port_problem(sparks.port))
     folder = sparks.root / "spark-1/.cache/sparkdraft/cluster/sparks/rank0"

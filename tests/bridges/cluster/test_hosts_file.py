@@ -11,7 +11,7 @@ from sparkdraft.bridges.cluster.hosts import parse_cluster, read_cluster
 from sparkdraft.bridges.cluster.ranks import PIPELINE, TENSOR, rank_environment, rank_words
 from sparkdraft.bridges.tables import Unread
 from sparkdraft.bridges.vllm.command import VllmCommand
-from sparkdraft.cli.cluster_up import shown_url
+from sparkdraft.cli.cluster import shown_url
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig
