@@ -9,7 +9,7 @@ from sparkdraft.cli.parser import Verb
 from sparkdraft.core import UserError
 from sparkdraft.drafters import pairs
 from sparkdraft.models.registry import read_config
-from sparkdraft.weights import hub, quantised_cache
+from sparkdraft.weights import hub
 from sparkdraft.weights.checkpoint import HUB_ID, read_config_json
 from sparkdraft.weights.hub import cached_snapshot, pull
 
@@ -40,6 +40,8 @@ def _configure_models(parser: ArgumentParser) -> None:
 
 def _run_models(args: Namespace) -> int:
     if args.clear_quantised:
+        from sparkdraft.weights import quantised_cache
+
         print(f"removed {quantised_cache.clear() / 1e6:.0f} MB from {quantised_cache.folder()}")
         return 0
     if args.fetch:
@@ -58,7 +60,9 @@ def _run_models(args: Namespace) -> int:
 
 
 def quantised_lines() -> list[str]:
-    """What --weights has quantised, and where it lies."""
+    """List what --weights has quantised, and where it is."""
+    from sparkdraft.weights import quantised_cache
+
     found = quantised_cache.entries()
     if not found:
         return [f"\nMatrices that --weights quantises are kept in {quantised_cache.folder()}: none yet."]
@@ -67,7 +71,7 @@ def quantised_lines() -> list[str]:
 
 
 def pair_lines() -> list[str]:
-    """Targets, and under each its drafters, with what is known of them."""
+    """List the targets with the drafters that are published for them."""
 
     def here(repo: str) -> str:
         return " (cached)" if repo and cached_snapshot(repo) else ""
@@ -104,8 +108,8 @@ def _run_pull(args: Namespace) -> int:
 
 
 def find_published(model: str) -> str:
-    """The best drafter for a model, from its config.json alone: what cannot run is refused before it is fetched. Empty
-    if it is in the model's own file."""
+    """Find the best drafter for a model from its config.json, so that what cannot run is refused before it is fetched.
+    Returns "" if the drafter is in the model's own file."""
     config = read_config(read_config_json(model))
     found = pairs.match(model, config)
     if found is None:
