@@ -29,8 +29,7 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import Request
 from sparkdraft.drafters.dflash import DraftBlock
 from sparkdraft.drafters.drafter import CommittedRows
-from sparkdraft.engine.gaps import pick_sure
-from sparkdraft.engine.sampler import Draws
+from sparkdraft.engine.sampler import Draws, pick_sure
 from sparkdraft.operate.bench.accept import LOOP
 from sparkdraft.speculation.confidence import Confidence
 from sparkdraft.speculation.cut import best_cuts, survivals

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from sparkdraft.backend import BackendStatus, CodingError, ModelInfo, Report
 from sparkdraft.cache.formats.centre import TEXT
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput
+from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput, UserError
 from sparkdraft.defaults import usable_defaults
 from sparkdraft.engine.caches import held_units
 from sparkdraft.engine.coding_errors import MOST_CHARS, coding_errors
@@ -19,8 +21,14 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import Loaded, load
 from sparkdraft.engine.machine import gpu_facts
-from sparkdraft.engine.warm_up import warm_up
+from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.grammar import Grammar
+
+WARM_UP_SECONDS = {"cpu": 6.0, "cuda": 30.0}
+BATCHES = (2, 4, 8, 16)
+SHALLOW = (1, 3)  # depths that pay in any batch; Engine.warm_up has tried all depths with one request
+SHORT = 40  # tokens per prompt
+STEPS = 4  # per trial: the prompt, a shape's first run, its capture, and one to measure it
 
 
 def load_backend(options: dict[str, Any], report: Report) -> EngineBackend:
@@ -133,3 +141,71 @@ def model_info(loaded: Loaded, model: str) -> ModelInfo:
         created=int(time.time()),
         facts=[asdict(fact) for fact in facts(engine)],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Requests of one shape that run together, to warm up."""
+
+    num_prompt: int
+    params: SamplingParams
+    seqs: int = 1
+
+
+def trials(plan: Plan, max_depth: int, has_experts: bool = False) -> list[Trial]:
+    """The trials, ordered by how likely each is to be a user's first request."""
+    most = STEPS * (1 + max_depth) + 1
+    room = plan.max_model_len - most
+    plain = SamplingParams(max_tokens=most, num_draft=0, ignore_eos=True)
+    drafted = replace(plain, num_draft=max_depth or None)
+    sampled = replace(drafted, temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, seed=0)
+    scored = replace(drafted, logprobs=5, presence_penalty=0.5, repetition_penalty=1.1, logit_bias={0: -1.0})
+    held = replace(drafted, grammar=GrammarSpec("json_object"))
+    found = [Trial(SHORT, params) for params in (plain, drafted, sampled, held, scored)]
+    found.append(Trial(200, drafted))
+    # Many rows of a batch read hardly more experts than some of them: how cheap the last ones are must be measured.
+    deep = (max_depth,) if has_experts and plan.device == "cuda" and max_depth else ()
+    depths = (*(depth for depth in SHALLOW if depth < max_depth), *deep)
+    few = [plain, *(replace(plain, num_draft=depth) for depth in depths)]
+    found += [Trial(SHORT, params, seqs) for seqs in BATCHES if seqs <= plan.max_seqs for params in few]
+    found.append(Trial(plan.max_rows + SHORT, plain))
+    fit = [replace(trial, num_prompt=min(trial.num_prompt, room)) for trial in found]
+    return [trial for trial in fit if trial.num_prompt > 0]
+
+
+def warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
+    """Run requests of the shapes that a server will get, before it reports that it is ready.
+
+    Loading has compiled the kernels and measured a single request (Engine.warm_up). Here prompts of several lengths,
+    batches, sampling, a grammar, and drafts with each of them run once, so that the first request is as fast as the
+    tenth. The most usual shapes come first, and a slow machine stops when its time is up.
+    """
+    numbers = random.Random(0)
+    todo = trials(engine.plan, engine.drafting.max_depth, engine.drafting.has_experts)
+    deadline = time.monotonic() + WARM_UP_SECONDS[engine.plan.device]
+    for done, trial in enumerate(todo):
+        report(done, len(todo))
+        if time.monotonic() > deadline:
+            break
+        _try(engine, trial, numbers)
+    engine.reset_counts()
+
+
+def _try(engine: Engine, trial: Trial, numbers: random.Random) -> None:
+    """Run the prompts and a few more steps. The text is random and is thrown away."""
+    names = []
+    for _ in range(trial.seqs):
+        ids = [numbers.randrange(engine.sampler.vocab_size) for _ in range(trial.num_prompt)]
+        try:
+            names.append(engine.add(ids, trial.params))
+        except UserError:
+            assert trial.params.grammar is not None, trial
+            return  # this tokenizer does not support grammars; a request that wants one is told so
+    while engine.has_work and not engine.scheduler.only_decoding:
+        engine.step()
+    for _ in range(STEPS - 1):
+        engine.step()
+    for name in names:
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()

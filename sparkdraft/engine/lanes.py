@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, Score
-from sparkdraft.engine.finite import NONE
-from sparkdraft.engine.gaps import pick_sure
+from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws, Filters, ids_of, pick
+from sparkdraft.engine.sampler import Draws, Filters, ids_of, pick, pick_sure
 from sparkdraft.kernels.ops import AttentionView, CutTerms, PackedRows
 from sparkdraft.models.common.blocks import Step
 

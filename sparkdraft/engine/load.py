@@ -17,10 +17,10 @@ from sparkdraft.defaults import usable_defaults
 from sparkdraft.drafters.caps import DrafterCaps
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
 from sparkdraft.drafters.registry import DraftSource
+from sparkdraft.engine.accept import NotFinite, blamed
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.drafting import check_depths
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.finite import NotFinite, blamed
 from sparkdraft.engine.machine import detect, native_problem, plan_here
 from sparkdraft.engine.profile import Subject, pick_up
 from sparkdraft.models.common.blocks import Decoder

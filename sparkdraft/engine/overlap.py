@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request
-from sparkdraft.engine.finite import NotFinite
+from sparkdraft.engine.accept import NotFinite
 from sparkdraft.engine.graphs import Graphs, gpu_sizes
 from sparkdraft.engine.lanes import Lanes, StepKind
 from sparkdraft.engine.proposer import Proposer
@@ -36,7 +36,7 @@ class StepResult:
     ids: list[int]  # the accepted drafts, and the target's own sample after them; none if the step computed NaN
     drafted: int
     num_draft: int  # that were verified: as many, or fewer where the block was cut
-    gaps: list[float]  # of what was drafted (engine/gaps.py); empty where blocks are not cut
+    gaps: list[float]  # of what was drafted (engine/sampler.py); empty where blocks are not cut
 
 
 @dataclass(frozen=True, slots=True)

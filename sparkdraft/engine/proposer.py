@@ -28,11 +28,9 @@ from torch import Tensor
 
 from sparkdraft.core import Request, Work
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, Drafter, Score
-from sparkdraft.engine.gaps import pick_sure
 from sparkdraft.engine.graphs import Graphs
-from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
-from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws, pick
+from sparkdraft.engine.runner import IntArray, Rows, Runner, StepInputs
+from sparkdraft.engine.sampler import Draws, pick, pick_sure
 from sparkdraft.kernels.ops import CannotCapture, Ops
 from sparkdraft.plan.resolve import Plan
 
@@ -54,7 +52,7 @@ class RowsShape(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts of one request, and how sure the drafter is of each (engine/gaps.py); no gaps where none are found."""
+    """The drafts of one request and their gaps (engine/sampler.py), which may be missing."""
 
     ids: list[int]
     gaps: list[float]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, SamplingParams, TokenLogprob
-from sparkdraft.engine.finite import checked
+from sparkdraft.engine.accept import checked
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.noise import draw
-from sparkdraft.kernels.ops import Ops
+from sparkdraft.kernels.noise import draw, gumbel
+from sparkdraft.kernels.ops import WIDEST, Ops
 from sparkdraft.text.grammar import GrammarState, Mask
 
 # Per byte of a mask: the upper bounds of its eight ids. Taking a minimum needs a quarter of the time of an indexed
@@ -59,7 +59,7 @@ class Tallies:
 
 @dataclass(slots=True)
 class Sampled:
-    ids: Tensor  # int64 [rows], on the device; reading it is the only wait of the step. finite.NONE: no finite logit
+    ids: Tensor  # int64 [rows], on the device; reading it is the only wait of the step. accept.NONE: no finite logit
     # row -> (log-probabilities [vocab], number of alternatives), where requested
     logprobs: dict[int, tuple[Tensor, int]]
 
@@ -298,6 +298,38 @@ def token_logprobs(logprobs: Tensor, chosen: Sequence[int], top: int) -> list[To
         TokenLogprob(token, row[0], [(int(i), value) for i, value in zip(row[1 + top :], row[1:], strict=False)])
         for token, row in zip(chosen, table, strict=True)
     ]
+
+
+class Sure(NamedTuple):
+    """Picked drafts and how sure each is: the gap between its score and the others'."""
+
+    ids: Tensor  # int64 [rows]
+    gaps: Tensor  # float32 [rows]
+
+
+def pick_sure(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Sure:
+    """Pick as `pick` does, and find the gaps in the same logits, without another pass over the head.
+
+    A greedy row's gap is the largest logit less the logsumexp of the others, as far as they come within WIDEST of it.
+    For a row that draws it is the gap between the two best scores: logits over temperature plus the target's noise.
+    """
+    if ops.sampler:
+        floats, integers = (None, None) if draws is None else (draws.floats, draws.integers)
+        columns, gaps = ops.sampler.sample_sure(logits, floats, integers, ids, WIDEST)
+        return Sure(ids_of(columns, ids), gaps)
+    columns, gaps = ops.largest_gap(logits, WIDEST)
+    if draws is not None:
+        drawn, drawn_gaps = ops.best_gap(drawn_scores(logits, draws, ids), WIDEST)
+        is_greedy = draws.floats.view(3, -1)[0] == 0
+        columns, gaps = columns.where(is_greedy, drawn), gaps.where(is_greedy, drawn_gaps)
+    return Sure(ids_of(columns, ids), gaps)
+
+
+def drawn_scores(logits: Tensor, draws: Draws, ids: Tensor | None = None) -> Tensor:
+    """Logits over temperature plus noise, -inf for what the filters exclude."""
+    _, seeds, positions = draws.integers.view(3, -1).unsqueeze(2)
+    columns = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
+    return allowed(logits, draws) + gumbel(seeds, positions, columns)
 
 
 def allowed(logits: Tensor, draws: Draws) -> Tensor:

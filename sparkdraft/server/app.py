@@ -103,7 +103,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 async def send_warm_up_requests(app: ASGIApp, api_key: str | None) -> None:
     """Send real requests through the whole path of a user's request, before /health says ready.
 
-    The engine has run all shapes by then (engine/warm_up.py). These requests also pay for compiling the template, for
+    The engine has run all shapes by then (engine/backend.py). These requests also pay for compiling the template, for
     the first use of routes, checks and parsers, and for the template's opening, which all users share and which stays
     in the prefix cache. They go to a second application beside the users', so that its counters are separate. Answers
     are dropped, errors included: the next user's request gets the same error.

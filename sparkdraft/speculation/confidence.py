@@ -1,10 +1,10 @@
 """How sure a drafter is of each draft, as a chance: a small logistic fit that learns from what the target accepts.
 
-What is known of a draft before it is verified is its gap: how far its score stands above the others (engine/gaps.py).
-The chance that it is accepted, if all before it were, is sigmoid(slope * gap + base + its position's own offset). The
-fit begins with a guess and follows the target's decisions: each parameter moves by its share of the error over the
-information that it has gathered so far, as in a Kalman filter without its cross terms, so that it settles and still
-follows a text that changes. No torch.
+What is known of a draft before it is verified is its gap: how far its score stands above the others
+(engine/sampler.py). The chance that it is accepted, if all before it were, is sigmoid(slope * gap + base + its
+position's own offset). The fit begins with a guess and follows the target's decisions: each parameter moves by its
+share of the error over the information that it has gathered so far, as in a Kalman filter without its cross terms, so
+that it settles and still follows a text that changes. No torch.
 """
 
 from __future__ import annotations

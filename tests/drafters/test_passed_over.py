@@ -14,7 +14,7 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine import proposer
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.gaps import Sure
+from sparkdraft.engine.sampler import Sure
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.tiny import write_tiny
 

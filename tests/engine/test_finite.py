@@ -9,8 +9,7 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cli.main import main
-from sparkdraft.engine.accept import committed
-from sparkdraft.engine.finite import NONE, NotFinite, checked
+from sparkdraft.engine.accept import NONE, NotFinite, checked, committed
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.test_file_forms import config_of, tensors_of, write
 from tests.models.tiny import write_tiny

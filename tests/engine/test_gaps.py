@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.gaps import WIDEST, drawn_scores, pick_sure
-from sparkdraft.engine.sampler import Draws, ids_of, pick
+from sparkdraft.engine.sampler import Draws, drawn_scores, ids_of, pick, pick_sure
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.ops import Ops
+from sparkdraft.kernels.ops import WIDEST, Ops
 
 COLUMNS = 1000
 OPS = [reference] + ([] if native.unavailable_reason() else [native])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sparkdraft.engine.inputs import Rows, StepInputs
+from sparkdraft.engine.runner import Rows, StepInputs
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkdraft.engine.warm_up import trials
+from sparkdraft.engine.backend import trials
 
 
 @pytest.mark.parametrize(

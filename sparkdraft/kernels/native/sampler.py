@@ -1,4 +1,4 @@
-"""Filters and draws in one call: what engine/sampler.py and engine/gaps.py do in several passes."""
+"""Filters and draws in one call: what engine/sampler.py and engine/sampler.py do in several passes."""
 
 from __future__ import annotations
 

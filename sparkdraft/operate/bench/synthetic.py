@@ -7,8 +7,8 @@ and streams. All real work is still done: the sampler samples, and then its resu
 The ids of drafts are replaced too (`spread`). Random weights draft one id again and again, and rows of one id reach the
 same experts, so that a model with experts would read far fewer of them than it does for text.
 
-How sure the drafter is of its drafts (engine/gaps.py) is replaced as well, because random weights are sure of nothing,
-and blocks would be cut for it: the drafter is as sure as the one probability says.
+How sure the drafter is of its drafts (engine/sampler.py) is replaced as well, because random weights are sure of
+nothing, and blocks would be cut for it: the drafter is as sure as the one probability says.
 
 Real blocks are not all alike: some are right to their end, and the drafter knows of many that they are not. A varied
 acceptance draws them so, with the gaps that a drafter would give, and so it shows what cutting them brings. How much

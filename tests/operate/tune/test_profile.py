@@ -15,7 +15,7 @@ from sparkdraft.cli.main import main, parser
 from sparkdraft.cli.options import engine_options
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.engine import profile, warm_up
+from sparkdraft.engine import backend, profile
 from sparkdraft.engine.backend import load_backend
 from sparkdraft.engine.load import open_model
 from sparkdraft.engine.profile import Profile, Subject, pick_up, read_profile
@@ -192,7 +192,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_engine_runs_with_it_and_says_so(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(warm_up.BUDGET, "cpu", 0.0)
+    monkeypatch.setitem(backend.BUDGET, "cpu", 0.0)
     options: dict[str, Any] = {"model": str(tiny), "device": "cpu", "dtype": "float32", "spec": "off"}
     subject = open_model(EngineConfig.of(**options)).subject
     conditions = {"dtype": "float32", "weights": "auto", "graphs": True}

@@ -1,4 +1,4 @@
-"""The largest of each row and how far it stands above the rest, which engine/gaps.py defines: as argmax.py finds it.
+"""The largest of each row and how far it stands above the rest, which engine/sampler.py defines: as argmax.py finds it.
 
 A row's parts are read by as many programs as fill the GPU. The logarithm of a sum needs a second pass, because only
 what comes near the largest counts; the numbers are in the L2 cache by then.
