@@ -90,7 +90,7 @@ def test_one_place_suggests_names() -> None:
     from tests.test_imports import modules, source
 
     users = [name for name, path in modules().items() if "difflib" in source(path).anywhere]
-    assert users == ["names"]
+    assert users == ["util.names"]
 
 
 def test_home_is_found_and_a_user_whom_nobody_knows_is_a_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
