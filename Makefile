@@ -7,7 +7,7 @@
 #                sm_90 and sm_121 in every shape, drafted text against plain text over 60 prompts, endurance, fuzzing
 #   make bench   decode and prefill speed of the embedded model against the memory bandwidth
 #   make docs    the pages of docs/ as a site in build/site
-#   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/operate/bench/speed/expected_ratios.json
+#   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/operate/bench/check_speed/expected_ratios.json
 #
 # TORCH=torch==2.13.0       the torch to install (the pin: its CPU build pulls no CUDA packages on most machines)
 # TRITON=triton==3.6.0      the Triton with which tests compile and interpret GPU kernels, where torch brings none

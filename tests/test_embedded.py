@@ -14,7 +14,7 @@ import torch
 import sparkdraft.operate.bench
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM, Completion
-from sparkdraft.operate.bench.perplexity import HELDOUT, perplexity
+from sparkdraft.operate.bench.formats import HELDOUT, perplexity
 
 PROMPTS = [
     "The capital of France is",

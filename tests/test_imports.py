@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "sparkdraft"
 HEAVY = {"torch", "triton", "transformers"}
 # The rooms, from the ground up. A module imports its own room and those before it.
 ROOMS = (
-    "util",
     "core",
+    "util",
     "backend",
     "defaults",
     "weights",
@@ -42,7 +42,6 @@ KNOWN_UPWARD: dict[str, set[str]] = {
     "models.common.delta_net": {"cache.formats"},
     "models.common.sandwich": {"cache.formats"},
     "server.healthcheck": {"bridges.container_env"},  # a program of its own: python -m sparkdraft.server.healthcheck
-    "util.fields": {"core"},
 }
 NO_TORCH = [
     "backend",
@@ -58,10 +57,7 @@ NO_TORCH = [
     "cache.plan_states",
     "cache.plan_windows",
     "cache.state_slots",
-    *(
-        f"operate.doctor.{part}"
-        for part in ("examine", "report", "software", "hardware", "gpu", "memory", "cache_files")
-    ),
+    *(f"operate.doctor.{part}" for part in ("examine", "finding", "machine", "software")),
     "engine.scheduler",
     "engine.profile",
     "models.common.config",
@@ -82,7 +78,7 @@ NO_TORCH = [
     "operate.forecast.machine",
     "operate.forecast.roofline",
     "bridges",
-    "operate.bench.named_shapes",
+    "operate.bench.shapes",
     "drafters.assistant_config",
     "drafters.pairs",
     "drafters.ngram",
@@ -110,7 +106,8 @@ NO_TORCH = [
     "train.settings",
     "train.memory",
     "train.corpus",
-    "operate.tune.knobs",
+    "operate.bench.check_speed.check",
+    "operate.bench.ratios",
     "operate.tune.search",
     "cli.tune",
 ]

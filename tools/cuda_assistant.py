@@ -34,8 +34,8 @@ from sparkdraft.drafters.drafter import Anchors, Pick, Score
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels import reference
 from sparkdraft.models.common.sandwich import DenseSublayer
-from sparkdraft.operate.bench import named_shapes
-from sparkdraft.operate.bench.shapes import random_engine
+from sparkdraft.operate.bench import shapes
+from sparkdraft.operate.bench.random_model import random_engine
 
 DRY = "--dry" in sys.argv
 SHAPES = {"31b": "gemma4-31b", "26b": "gemma4-26b-a4b"}
@@ -61,14 +61,14 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
 
 def make(name: str, kv: str, spec: str) -> Engine:
     """Without recordings, so that every pass can be looked at."""
-    targets, drafters = named_shapes.TARGET_FILES, named_shapes.DRAFTER_FILES
+    targets, drafters = shapes.TARGET_FILES, shapes.DRAFTER_FILES
     short, drafter = f"{name}-{LAYERS}", f"{name}-assistant-{LAYERS}"
     targets[short], drafters[drafter] = cut(targets[name]), cut(drafters[f"{name}-assistant"])
     config = EngineConfig(
         model=short, kv=kv, spec=spec, graphs=False, max_seqs=4, kv_tokens=16384 if not DRY else 2048, ngram=False,
         prefix_cache=False, dtype="float32" if DRY else "auto",
     )  # fmt: skip
-    return random_engine(config, named_shapes.drafter_shape(drafter, named_shapes.shape(short)))
+    return random_engine(config, shapes.drafter_shape(drafter, shapes.shape(short)))
 
 
 def on_reference(drafter: Assistant) -> Assistant:

@@ -35,7 +35,7 @@ from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import FOLD, AttentionView, DeltaParams, RecurrentState, input_ring, record_ring
-from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.forecast.rates import memory_bandwidth
 from sparkdraft.operate.tune import tiles
 from sparkdraft.operate.tune.tiles import TileSearch
 

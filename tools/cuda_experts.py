@@ -40,7 +40,7 @@ from sparkdraft.kernels.cuda.moe.routing import cut
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
-from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.forecast.rates import memory_bandwidth
 from sparkdraft.operate.tune.tiles import TileSearch, expert_tiles, seconds
 from sparkdraft.weights.linear import DenseExperts, DenseLinear
 

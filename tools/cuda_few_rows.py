@@ -40,7 +40,7 @@ from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import SILU, Norm, Normed
-from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.forecast.rates import memory_bandwidth
 from sparkdraft.operate.tune.tiles import COLD_BYTES, TileSearch, compiling, float_tiles, seconds
 from sparkdraft.weights.linear import WeightTiles
 

@@ -29,7 +29,7 @@ from sparkdraft.kernels.cuda.attention.paged import Tile
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import SILU, AttentionParams, AttentionView, RopeArgs
-from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.forecast.rates import memory_bandwidth
 from sparkdraft.operate.tune.tiles import COLD_BYTES, seconds
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16

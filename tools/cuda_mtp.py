@@ -41,9 +41,9 @@ from sparkdraft.drafters.mtp_config import MAX_DEPTH, MtpConfig
 from sparkdraft.kernels import cuda, reference
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.operate.bench.named_shapes import TARGET_FILES, shape
-from sparkdraft.operate.bench.shapes import RandomCheckpoint
-from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.bench.random_model import RandomCheckpoint
+from sparkdraft.operate.bench.shapes import TARGET_FILES, shape
+from sparkdraft.operate.forecast.rates import memory_bandwidth
 from sparkdraft.weights.loader import Loader
 
 if DRY:

@@ -38,8 +38,8 @@ from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed, Routing
-from sparkdraft.operate.bench.coded import random_coded as sane_coded
-from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.bench.random_model import random_coded as sane_coded
+from sparkdraft.operate.forecast.rates import memory_bandwidth
 from sparkdraft.operate.tune.tiles import COLD_BYTES, TileSearch, coded_tiles, expert_tiles, seconds, wide_tiles
 from sparkdraft.weights.linear import DenseExperts, DenseLinear, ExpertLinear, Linear
 from sparkdraft.weights.planes import Planes, pack
@@ -50,7 +50,7 @@ if DRY:
 
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU, EPS = gpu_of(torch.device(DEVICE)), 1e-6
-TIMED = ("mxfp4", "int4", "nvfp4", "fp8")  # of sparkdraft/operate/bench/coded.py
+TIMED = ("mxfp4", "int4", "nvfp4", "fp8")  # of sparkdraft/operate/bench/random_model.py
 LAYERS = 2 if DRY else 8
 GOAL = 0.01  # seconds of replays per figure
 BEGIN = time.perf_counter()

@@ -41,10 +41,10 @@ from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config
-from sparkdraft.operate.bench.named_shapes import TARGET_FILES, shape
-from sparkdraft.operate.bench.shapes import RandomCheckpoint
+from sparkdraft.operate.bench.random_model import RandomCheckpoint
+from sparkdraft.operate.bench.shapes import TARGET_FILES, shape
 from sparkdraft.operate.tune import tiles
-from sparkdraft.operate.tune.model_tiles import expert_groups, families
+from sparkdraft.operate.tune.tiles import expert_groups, families
 from sparkdraft.weights.loader import Loader
 
 if DRY:

@@ -39,7 +39,7 @@ from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.linear.planes import tiles_of
 from sparkdraft.kernels.cuda.moe import routing
 from sparkdraft.kernels.ops import SILU, AttentionParams, AttentionView, Norm, Normed, Routing
-from sparkdraft.operate.bench.coded import random_coded
+from sparkdraft.operate.bench.random_model import random_coded
 from sparkdraft.operate.tune.tiles import COLD_BYTES, forget, seconds
 from sparkdraft.weights.linear import DenseExperts, DenseLinear, ExpertLinear, WeightTiles
 from sparkdraft.weights.planes import pack

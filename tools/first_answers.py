@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.operate.bench.nearness import Comparison, Reading
+from sparkdraft.operate.bench.formats import Comparison, Reading
 
 QUESTIONS = Path(__file__).with_name("questions.txt")
 FIRST = 16

@@ -31,7 +31,7 @@ from sparkdraft.cli.plan import FORMATS_OF, SHAPES_OF
 from sparkdraft.core import UserError
 from sparkdraft.drafters.dflash_caps import caps_of
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.named_shapes import drafter_shape, shape
+from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.machine import FOLDER, Machine, like, this_machine
 from sparkdraft.operate.forecast.roofline import DraftPass, Load, Losses, Rates, Target, step
 from sparkdraft.plan.weight_formats import EIGHT_BITS, WeightFormats, kept_on_cpu

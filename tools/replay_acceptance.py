@@ -45,7 +45,7 @@ from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax, ids_o
 from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.operate.bench.accept import LOOP
-from sparkdraft.operate.bench.weights import FLOATS, FloatCheckpoint
+from sparkdraft.operate.bench.formats import FLOATS, FloatCheckpoint
 from sparkdraft.text.repetition import loop_start
 from sparkdraft.train.corpus import Corpus
 

@@ -107,7 +107,7 @@ def run(args: Namespace) -> int:
 
 
 def _serve(args: Namespace) -> int:
-    from sparkdraft.operate.bench import serve, serve_report
+    from sparkdraft.operate.bench import serve
 
     settings, folder = _serve_settings(args), Path(args.out) if args.out else None
     result, status = serve.Result(settings), 0
@@ -118,9 +118,9 @@ def _serve(args: Namespace) -> int:
         if not result.cells:
             raise
         status = 130  # what was measured so far is still worth having
-    found = serve_report.summary(result)
-    print(serve_report.markdown(found) + "\n")
-    for path in serve_report.write(found, folder) if folder else ():
+    found = serve.summary(result)
+    print(serve.markdown(found) + "\n")
+    for path in serve.write(found, folder) if folder else ():
         print(f"wrote {path}")
     print(json.dumps(found))
     return status
@@ -128,8 +128,7 @@ def _serve(args: Namespace) -> int:
 
 def _serve_settings(args: Namespace) -> Settings:
     """Refuse what cannot be measured, before anything is sent."""
-    from sparkdraft.operate.bench.serve import Settings, read_prompts
-    from sparkdraft.operate.bench.serve_client import server_root
+    from sparkdraft.operate.bench.serve import Settings, read_prompts, server_root
 
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
@@ -246,7 +245,7 @@ def _check_accept(args: Namespace, context: int) -> None:
 
 
 def _perplexity(args: Namespace) -> int:
-    from sparkdraft.operate.bench.perplexity import HELDOUT, perplexity
+    from sparkdraft.operate.bench.formats import HELDOUT, perplexity
 
     text = read_text(args.text or str(HELDOUT))
     results = []

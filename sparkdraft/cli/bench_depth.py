@@ -117,7 +117,7 @@ def _engine(args: Namespace) -> tuple[Engine, Prompts, str]:
     from sparkdraft.operate.bench.depth import read_user_prompts
 
     if args.shape:
-        from sparkdraft.operate.bench.shapes import drafter_shape, shape
+        from sparkdraft.operate.bench.random_model import drafter_shape, shape
 
         args.spec = "auto"
         engine, model, label = make_engine(args, drafter_shape(args.drafter_shape, shape(args.shape)))

@@ -1,6 +1,6 @@
 """`sparkdraft bench kv`: compares KV formats by memory, perplexity, KL divergence and decode speed.
 
-It reads flags and prints tables, a plot and one line of JSON; operate/bench/kv.py measures. An engine is made for
+It reads flags and prints tables, a plot and one line of JSON; operate/bench/formats.py measures. An engine is made for
 each format,
 used for reading and timing, and released before the next. Random weights (--shape) have no perplexity, so only memory
 and speed are reported for them.
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from sparkdraft.engine.engine import Engine
     from sparkdraft.llm import LLM
     from sparkdraft.models.common.config import ModelConfig
-    from sparkdraft.operate.bench.kv import Format, Found
-    from sparkdraft.operate.bench.nearness import Comparison
+    from sparkdraft.operate.bench.formats import Comparison, Format, KvFound
     from sparkdraft.operate.bench.offline import Ceilings, Load
     from sparkdraft.plan.resolve import Plan
     from sparkdraft.util.plot import Panel
@@ -71,9 +70,9 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     formats, streams = _check(args), streams_of(args)
     from sparkdraft.models.registry import read_config
-    from sparkdraft.operate.bench import kv
-    from sparkdraft.operate.bench.decode import release
-    from sparkdraft.operate.bench.shapes import shape
+    from sparkdraft.operate.bench.formats import KvFound, memories
+    from sparkdraft.operate.bench.offline import release
+    from sparkdraft.operate.bench.random_model import shape
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     checkpoint = None if args.shape else open_checkpoint(args.model)
@@ -84,7 +83,7 @@ def run(args: Namespace) -> int:
         _loads(args, plan, streams),
         comparison_of(args.tokens, plan, checkpoint) if checkpoint else None,
     )
-    found = {name: kv.Found(memory) for name, memory in kv.memories(plans, model, args.memory_fraction).items()}
+    found = {name: KvFound(memory) for name, memory in memories(plans, model, args.memory_fraction).items()}
     args.max_seqs = args.max_seqs or max(streams)
     ceilings = ceilings_of(plan) if loads else None
     label = f"{args.shape}, random weights" if args.shape else args.model
@@ -124,9 +123,9 @@ def _check(args: Namespace) -> list[Format]:
     check_plot(args.plot)
     if args.context:
         numbers("--context", args.context)
-    from sparkdraft.operate.bench.kv import parse_formats
+    from sparkdraft.operate.bench.formats import parse_kv_formats
 
-    formats = parse_formats(args.formats or (FORMATS if args.shape else f"{FORMATS},{UNCENTRED}"))
+    formats = parse_kv_formats(args.formats or (FORMATS if args.shape else f"{FORMATS},{UNCENTRED}"))
     uncentred = next((fmt.name for fmt in formats if not fmt.is_centred), None)
     if args.shape and uncentred:
         raise UserError(f"--formats names {uncentred}; random weights are never centred: leave it out")
@@ -140,7 +139,7 @@ def _plans(
     cache. checkpoint: None for a shape."""
     from sparkdraft.engine.load import stored_of
     from sparkdraft.engine.machine import detect, plan_here
-    from sparkdraft.operate.bench.shapes import random_checkpoint
+    from sparkdraft.operate.bench.random_model import random_checkpoint
 
     if args.dtype == "auto" and detect(EngineConfig(device=args.device)).device == "cpu":
         args.dtype = "float32"
@@ -177,13 +176,13 @@ def _measure(
     args: Namespace,
     fmt: Format,
     model: ModelConfig,
-    found: Mapping[str, Found],
+    found: Mapping[str, KvFound],
     comparison: Comparison | None,
     loads: Sequence[Load],
     ceilings: Ceilings | None,
 ) -> None:
     """Measure one format, from the making of its engine to its end, and print its line of the texts' table."""
-    from sparkdraft.operate.bench.decode import DecodeBench
+    from sparkdraft.operate.bench.offline import DecodeBench
 
     own = _flags_of(args, fmt)
     llm: LLM | None = None
@@ -211,7 +210,7 @@ def _measure(
 # ---- printing
 
 
-def _memory_table(found: Mapping[str, Found], plan: Plan, fraction: float) -> str:
+def _memory_table(found: Mapping[str, KvFound], plan: Plan, fraction: float) -> str:
     lines = [f"{'format':<20} bytes/token    bits/value    tokens/GiB  tokens that fit  of exact"]
     for name, each in found.items():
         memory = each.memory
@@ -226,7 +225,7 @@ def _memory_table(found: Mapping[str, Found], plan: Plan, fraction: float) -> st
     return "\n".join(lines)
 
 
-def _speed_table(found: Mapping[str, Found], plan: Plan) -> str:
+def _speed_table(found: Mapping[str, KvFound], plan: Plan) -> str:
     exact = found[EXACT].speeds
     lines = ["decode tok/s".ljust(20) + "".join(f"{f'{s.streams} x {s.context}':>18}" for s in exact)]
     for name, each in found.items():
@@ -239,7 +238,7 @@ def _speed_table(found: Mapping[str, Found], plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _panels(found: Mapping[str, Found]) -> list[Panel]:
+def _panels(found: Mapping[str, KvFound]) -> list[Panel]:
     """The exact cache comes last, and only where it is not the zero line, so that each format keeps its colour."""
     from sparkdraft.util.plot import Line, Panel
 

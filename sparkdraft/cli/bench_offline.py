@@ -15,8 +15,8 @@ from sparkdraft.cli.console import show_fallbacks
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.util.other_programs import OtherPrograms
 from sparkdraft.util.progress import SELDOM, progress
+from sparkdraft.util.this_machine import OtherPrograms
 
 if TYPE_CHECKING:
     from sparkdraft.drafters.draft_configs import DraftConfig
@@ -40,7 +40,7 @@ VARY = (
     "with --synthetic-acceptance: blocks of drafts differ as the embedded drafter's do, and the drafter is as sure of "
     "them as it was there, so that cutting them (--cut) means something"
 )
-FORMS = ("mxfp4", "int4", "nvfp4", "fp8")  # of operate/bench/coded.py
+FORMS = ("mxfp4", "int4", "nvfp4", "fp8")  # of operate/bench/random_model.py
 EXPERTS = (
     "floor: of each layer's experts those are counted that rows reach which choose independently of each other, "
     "E (1 - (1 - k / E)^rows) of E, k per row; rows of one text agree more often and read less"
@@ -168,7 +168,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     if not args.drafter_shape:
         args.spec = args.spec or "off"
         return None, None
-    from sparkdraft.operate.bench.shapes import drafter_shape, shape
+    from sparkdraft.operate.bench.random_model import drafter_shape, shape
 
     draft = drafter_shape(args.drafter_shape, shape(args.shape))
     most = draft.block_size - 1
@@ -200,7 +200,7 @@ def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, Mod
     if not args.shape:
         llm = load_llm(args, prefix_cache=False)
         return llm.engine, llm.model_config, args.model
-    from sparkdraft.operate.bench.shapes import random_engine, shape
+    from sparkdraft.operate.bench.random_model import random_engine, shape
 
     form = getattr(args, "shape_weights", "")  # a flag of this command alone
     config = EngineConfig(**engine_options(args) | {"model": args.shape, "prefix_cache": False, "ngram": False})

@@ -21,13 +21,13 @@ from sparkdraft.cli.bench_texts import ceilings_of
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.util.other_programs import OtherPrograms
 from sparkdraft.util.progress import SELDOM, progress
+from sparkdraft.util.this_machine import OtherPrograms
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
     from sparkdraft.models.common.config import ModelConfig
-    from sparkdraft.operate.bench.kv import Format, Memory
+    from sparkdraft.operate.bench.formats import Format, Memory
     from sparkdraft.operate.bench.offline import Ceilings
     from sparkdraft.operate.bench.report import Budget, KvRow, Report, Start
     from sparkdraft.plan.resolve import Plan
@@ -53,11 +53,11 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     streams, contexts, classes = _check(args)
     from sparkdraft.engine.machine import detect
-    from sparkdraft.operate.bench.kv import parse_formats
+    from sparkdraft.operate.bench.formats import parse_kv_formats
     from sparkdraft.operate.bench.report import Budget, Report, environment
-    from sparkdraft.operate.doctor.report import shown_model, without_paths
+    from sparkdraft.operate.doctor.finding import shown_model, without_paths
 
-    formats = parse_formats(args.kv_formats)
+    formats = parse_kv_formats(args.kv_formats)
     args.max_seqs = args.max_seqs or max(streams)
     hardware = detect(EngineConfig(**engine_options(args)))
     command = without_paths(" ".join(["sparkdraft", *sys.argv[1:]]), args.model)  # pages are for others to read
@@ -77,17 +77,17 @@ def run(args: Namespace) -> int:
 
 
 def _write(args: Namespace, found: Report, budget: Budget) -> None:
-    from sparkdraft.operate.bench import report_page
+    from sparkdraft.operate.bench import report
     from sparkdraft.util.plot import svg
 
     found.left_out += budget.left_out
-    charts = report_page.panels(found)
-    pages = {"report.html": report_page.html(found), "report.json": json.dumps(found.as_dict(), indent=1) + "\n"}
-    pages["report.md"] = report_page.markdown(found, "report.svg" if charts else "")
+    charts = report.panels(found)
+    pages = {"report.html": report.html(found), "report.json": json.dumps(found.as_dict(), indent=1) + "\n"}
+    pages["report.md"] = report.markdown(found, "report.svg" if charts else "")
     pages |= {"report.svg": svg(charts)} if charts else {}
     for name, text in pages.items():
         (Path(args.out) / name).write_text(text, encoding="utf-8")
-    print(report_page.markdown(found))
+    print(report.markdown(found))
     print("\n".join(f"wrote {Path(args.out) / name}" for name in pages))
 
 
@@ -101,13 +101,13 @@ def _check(args: Namespace) -> tuple[list[int], list[int], list[str]]:
     if args.per_class < 1:
         raise UserError(f"--per-class is {args.per_class}; give 1 or more")
     from sparkdraft.operate.bench.accept import read_prompts
-    from sparkdraft.operate.bench.kv import parse_formats
+    from sparkdraft.operate.bench.formats import parse_kv_formats
 
     known = list(read_prompts(1))
     classes = list(dict.fromkeys(name.strip() for name in args.classes.split(",") if name.strip())) or known
     if unknown := [name for name in classes if name not in known]:
         raise UserError(f"--classes names '{unknown[0]}'; classes are {', '.join(known)}")
-    parse_formats(args.kv_formats)
+    parse_kv_formats(args.kv_formats)
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         (Path(args.out) / "report.md").touch()
@@ -130,7 +130,7 @@ def _measure(
 ) -> None:
     from sparkdraft.engine.facts import CUT
     from sparkdraft.engine.load import stored_of
-    from sparkdraft.operate.bench.decode import release
+    from sparkdraft.operate.bench.offline import release
 
     others = OtherPrograms()
     started = None if args.no_start or not budget.allows("start", "start-up") else _started(args)
@@ -157,7 +157,7 @@ def _measure(
 
 def _started(args: Namespace) -> dict[str, float]:
     """What `generate` reports of a process of its own, with the same flags."""
-    from sparkdraft.operate.bench.speed.processes import generate
+    from sparkdraft.operate.bench.check_speed.cpu import generate
 
     defaults = EngineConfig()
     flags: list[str] = []
@@ -218,7 +218,7 @@ def _kv_formats(
     ceilings: Ceilings,
 ) -> None:
     from sparkdraft.engine.machine import plan_here
-    from sparkdraft.operate.bench.kv import EXACT, memories
+    from sparkdraft.operate.bench.formats import EXACT, memories
     from sparkdraft.operate.bench.report import KvRow
 
     plans: dict[str, Plan] = {}
@@ -247,8 +247,7 @@ def _options(fmt: Format) -> dict[str, Any]:
 def _kv_row(
     args: Namespace, fmt: Format, model: ModelConfig, memory: Memory | None, plan: Plan, ceilings: Ceilings
 ) -> KvRow:
-    from sparkdraft.operate.bench.decode import DecodeBench, release
-    from sparkdraft.operate.bench.offline import Load
+    from sparkdraft.operate.bench.offline import DecodeBench, Load, release
     from sparkdraft.operate.bench.report import KvRow
 
     llm: LLM | None = load_llm(args, **_options(fmt))

@@ -1,7 +1,7 @@
 """`sparkdraft bench check-speed` and `bench long-prompt`: ratios compared with expected ones, and a long prompt beside
 streams.
 
-bench/speed and operate/bench/long_prompt.py measure; flags, tables and JSON are here.
+bench/check_speed and operate/bench/long_prompt.py measure; flags, tables and JSON are here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import UserError
-from sparkdraft.operate.bench.speed.check import check, select
-from sparkdraft.operate.bench.speed.lines import LINES
-from sparkdraft.operate.bench.speed.verdict import HEADER, check_names, conclusion, read_expected, status
+from sparkdraft.operate.bench.check_speed.check import (
+    HEADER,
+    LINES,
+    check,
+    check_names,
+    conclusion,
+    read_expected,
+    select,
+    status,
+)
 from sparkdraft.util.progress import SELDOM, Meter, errors, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.operate.bench.speed.check import Group
+    from sparkdraft.operate.bench.check_speed.check import Group
 
 
 def configure_check(parser: ArgumentParser) -> None:
@@ -54,12 +61,12 @@ def run_check(args: Namespace) -> int:
 
 def _groups(device: str) -> tuple[Group, ...]:
     if device == "cpu":
-        from sparkdraft.operate.bench.speed import cpu
+        from sparkdraft.operate.bench.check_speed import cpu
 
         return cpu.GROUPS
     import torch
 
-    from sparkdraft.operate.bench.speed import cuda
+    from sparkdraft.operate.bench.check_speed import cuda
 
     if not torch.cuda.is_available():
         raise UserError("--device is cuda and torch finds no CUDA GPU here; leave it out to check the CPU's lines")

@@ -10,7 +10,7 @@ from sparkdraft.core import UserError
 from sparkdraft.util.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.operate.bench.nearness import Comparison, Measured
+    from sparkdraft.operate.bench.formats import Comparison, Measured
     from sparkdraft.operate.bench.offline import Ceilings
     from sparkdraft.plan.resolve import Plan
     from sparkdraft.util.plot import Panel
@@ -32,7 +32,7 @@ def check_plot(name: str) -> None:
 
 
 def comparison_of(tokens: int, plan: Plan, checkpoint: Checkpoint) -> Comparison:
-    from sparkdraft.operate.bench.nearness import Comparison, read_texts
+    from sparkdraft.operate.bench.formats import Comparison, read_texts
     from sparkdraft.text.tokenizer import Tokenizer
 
     if tokens >= plan.max_model_len:
@@ -78,7 +78,7 @@ def percent(share: float) -> str:
 
 def nearness_panels(others: Mapping[str, Measured], base: Measured, base_name: str) -> list[Panel]:
     """Rise and divergence by position; none without texts."""
-    from sparkdraft.operate.bench.nearness import kl_by_position, rise_by_position
+    from sparkdraft.operate.bench.formats import kl_by_position, rise_by_position
     from sparkdraft.util.plot import Line, Panel
 
     if not base.readings or not others:

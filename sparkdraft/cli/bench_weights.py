@@ -1,6 +1,6 @@
 """`sparkdraft bench weights`: compares weight formats by bytes, perplexity, KL divergence and decode speed.
 
-It reads flags and prints tables, a plot and one line of JSON; operate/bench/weights.py measures. Each format is the
+It reads flags and prints tables, a plot and one line of JSON; operate/bench/formats.py measures. Each format is the
 model's
 floats, quantised as `--weights` does it. On a CPU texts are read in float32, so that they show the format alone, and
 speed is measured in another engine, with the CPU's own kernels, which keep some formats in 8 bits. On a GPU one engine
@@ -34,9 +34,8 @@ from sparkdraft.util.progress import SELDOM, progress
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
     from sparkdraft.models.common.config import ModelConfig
-    from sparkdraft.operate.bench.nearness import Comparison
+    from sparkdraft.operate.bench.formats import Comparison, WeightsFound
     from sparkdraft.operate.bench.offline import Ceilings, Load
-    from sparkdraft.operate.bench.weights import Found
     from sparkdraft.plan.resolve import Plan
     from sparkdraft.util.plot import Panel
     from sparkdraft.weights.checkpoint import Checkpoint
@@ -67,7 +66,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     formats, rows = _check(args)
     from sparkdraft.models.registry import read_config
-    from sparkdraft.operate.bench.weights import FLOATS, FloatCheckpoint, Found, format_bytes
+    from sparkdraft.operate.bench.formats import FLOATS, FloatCheckpoint, WeightsFound, format_bytes
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     checkpoint = FloatCheckpoint(open_checkpoint(args.model))
@@ -76,7 +75,7 @@ def run(args: Namespace) -> int:
     reading, timing = (_plan(args, model, checkpoint, each) for each in _dtypes(args))
     loads, comparison = _loads(args, timing, rows), comparison_of(args.tokens, reading, checkpoint)
     size = 4 if reading.dtype == "float32" else 2
-    found = {name: Found(format_bytes(name, model.hidden_size, size)) for name in formats}
+    found = {name: WeightsFound(format_bytes(name, model.hidden_size, size)) for name in formats}
     ceilings = ceilings_of(timing) if loads else None
     print(
         f"{args.model} on {timing.device}; texts are read in {reading.weights}\n\n{text_header(comparison)}", flush=True
@@ -107,9 +106,9 @@ def _check(args: Namespace) -> tuple[list[str], list[int]]:
     check_tokens(args.tokens)
     check_plot(args.plot)
     rows = numbers("--rows", args.rows) if args.rows else []
-    from sparkdraft.operate.bench.weights import parse_formats
+    from sparkdraft.operate.bench.formats import parse_weight_formats
 
-    return parse_formats(args.formats), rows
+    return parse_weight_formats(args.formats), rows
 
 
 def _dtypes(args: Namespace) -> tuple[str, str]:
@@ -146,14 +145,14 @@ def _measure(
     name: str,
     checkpoint: Checkpoint,
     model: ModelConfig,
-    found: Mapping[str, Found],
+    found: Mapping[str, WeightsFound],
     comparison: Comparison,
     loads: Sequence[Load],
     ceilings: Ceilings | None,
 ) -> None:
     """Measure one format, and print its line of the texts' table."""
-    from sparkdraft.operate.bench.decode import release
-    from sparkdraft.operate.bench.weights import FLOATS
+    from sparkdraft.operate.bench.formats import FLOATS
+    from sparkdraft.operate.bench.offline import release
 
     own = found[name]
     reading, timing = _dtypes(args)
@@ -175,14 +174,16 @@ def _measure(
 
 def _engine(name: str) -> dict[str, Any]:
     """Options of a format's engine. The cache of quantised matrices is that of the file's own floats."""
-    from sparkdraft.operate.bench.weights import FLOATS
+    from sparkdraft.operate.bench.formats import FLOATS
 
     return {"weights": "auto" if name == FLOATS else name, "weights_cache": False, "prefix_cache": False}
 
 
-def _time(name: str, llm: LLM, model: ModelConfig, own: Found, loads: Sequence[Load], ceilings: Ceilings) -> None:
-    from sparkdraft.operate.bench.decode import DecodeBench
-    from sparkdraft.operate.bench.weights import kept_bytes
+def _time(
+    name: str, llm: LLM, model: ModelConfig, own: WeightsFound, loads: Sequence[Load], ceilings: Ceilings
+) -> None:
+    from sparkdraft.operate.bench.formats import kept_bytes
+    from sparkdraft.operate.bench.offline import DecodeBench
 
     bench = DecodeBench(llm.engine, model, ceilings)
     own.kept_bytes_per_weight = kept_bytes(llm.engine.runner.model, model)
@@ -194,8 +195,8 @@ def _time(name: str, llm: LLM, model: ModelConfig, own: Found, loads: Sequence[L
 # ---- printing
 
 
-def _size_table(found: Mapping[str, Found], plan: Plan) -> str:
-    from sparkdraft.operate.bench.weights import FLOATS
+def _size_table(found: Mapping[str, WeightsFound], plan: Plan) -> str:
+    from sparkdraft.operate.bench.formats import FLOATS
 
     base = found[FLOATS].speeds
     columns = "".join(f"{f'{speed.streams} rows':>24}" for speed in base)
@@ -214,8 +215,8 @@ def _size_table(found: Mapping[str, Found], plan: Plan) -> str:
     return "\n".join([*lines, *legends])
 
 
-def _panels(found: Mapping[str, Found]) -> list[Panel]:
-    from sparkdraft.operate.bench.weights import FLOATS
+def _panels(found: Mapping[str, WeightsFound]) -> list[Panel]:
+    from sparkdraft.operate.bench.formats import FLOATS
     from sparkdraft.util.plot import Line, Panel
 
     others = {name: each for name, each in found.items() if name != FLOATS}

@@ -55,8 +55,7 @@ def run(args: Namespace) -> int:
 
 
 def _ask_server(args: Namespace) -> list[Finding]:
-    from sparkdraft.operate.canary.http_client import Server
-    from sparkdraft.operate.canary.remote import check_url
+    from sparkdraft.operate.canary.remote import Server, check_url
 
     with progress(f"asking {args.url}", "probes") as meter:
         return check_url(Server(args.url, args.api_key, args.model or "", args.timeout), meter)

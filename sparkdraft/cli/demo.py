@@ -14,9 +14,9 @@ from sparkdraft.cli.console import fail
 from sparkdraft.cli.generate import write
 from sparkdraft.cli.options import add_engine_flags, as_text, load_llm
 from sparkdraft.core import SamplingParams, UserError
-from sparkdraft.util.other_programs import OtherPrograms
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import user_path
 from sparkdraft.util.side_by_side import Run, Writing, side_by_side
+from sparkdraft.util.this_machine import OtherPrograms
 
 HELP = "see one answer written plainly, then with drafts"
 EXAMPLES = """examples:

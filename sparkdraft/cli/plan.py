@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.config import DTYPES, ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.util.names import did_you_mean, spelled
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import did_you_mean, spelled, user_path
 from sparkdraft.util.progress import progress
 from sparkdraft.weights import hub
 
@@ -129,7 +128,7 @@ def run(args: Namespace) -> int:
 def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
     """A named shape, or what a config.json describes; with the config.json, {} where there is none."""
     from sparkdraft.models.registry import read_config
-    from sparkdraft.operate.bench.named_shapes import TARGET_FILES, shape, targets
+    from sparkdraft.operate.bench.shapes import TARGET_FILES, shape, targets
     from sparkdraft.weights.checkpoint import read_config_json
 
     name = SHAPES_OF.get(name, name)
@@ -147,7 +146,7 @@ def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
 
 def _shape_name(name: str) -> str | None:
     """As it is spelled here; None if it is another model, or a file or folder."""
-    from sparkdraft.operate.bench.named_shapes import targets
+    from sparkdraft.operate.bench.shapes import targets
 
     return None if user_path(name).exists() else spelled(name, targets())
 
@@ -245,7 +244,7 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:
     """With the names of its tensors, where its file is at hand: it may bring tables of its own."""
     from sparkdraft.drafters.packaged import default_drafter
-    from sparkdraft.operate.bench.named_shapes import drafter_shape, drafters
+    from sparkdraft.operate.bench.shapes import drafter_shape, drafters
 
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:

@@ -14,7 +14,7 @@ from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
 from sparkdraft.train.memory import CPU_STEP, SHRINKS
 from sparkdraft.train.settings import FitSettings
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import user_path
 from sparkdraft.util.progress import duration, errors, progress
 
 if TYPE_CHECKING:

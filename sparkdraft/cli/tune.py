@@ -17,8 +17,7 @@ from sparkdraft.cli.options import add_engine_flags, engine_options
 from sparkdraft.config import ENGINE_FIELDS, KV_FORMATS, EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.profile import OPTIONS, Profile, conditions_of
-from sparkdraft.operate.tune.knobs import LOADS, TILES, Knob, knobs
-from sparkdraft.operate.tune.search import Budget, Outcome, Search, least_seconds
+from sparkdraft.operate.tune.search import LOADS, TILES, Budget, Knob, Outcome, Search, knobs, least_seconds
 from sparkdraft.util.progress import SELDOM, Meter, progress
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def _search(
     def todo() -> Iterator[Knob]:
         """Asked for when the old settings have run and there is time for more."""
         if engines.plan.device == "cuda":
-            from sparkdraft.operate.tune.model_tiles import SHARE, find_tiles
+            from sparkdraft.operate.tune.tiles import SHARE, find_tiles
 
             stage("tiles of kernels")
             assert engines.model
@@ -203,6 +202,6 @@ def _default(name: str) -> Any:
 
 
 def _cores() -> int:
-    from sparkdraft.util.cores import usable_cores
+    from sparkdraft.util.this_machine import usable_cores
 
     return usable_cores()

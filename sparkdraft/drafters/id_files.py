@@ -19,7 +19,7 @@ from threading import Timer
 import numpy as np
 
 from sparkdraft.core import UserError
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import user_path
 
 WRITE_AFTER = 30.0  # seconds from the first id that is counted and not written
 

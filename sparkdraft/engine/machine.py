@@ -18,7 +18,7 @@ from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Plan, resolve
-from sparkdraft.util.cores import usable_cores
+from sparkdraft.util.this_machine import usable_cores
 from sparkdraft.weights.plane_layout import StoredBytes
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from sparkdraft.config import ENGINE_FIELDS, KV_FORMATS, NO_PROFILE, EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import user_path
 from sparkdraft.weights.hub import cache_dir
 
 VERSION = 1

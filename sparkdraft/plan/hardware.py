@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkdraft.util.cores import usable_cores
+from sparkdraft.util.this_machine import usable_cores
 
 MEMINFO = Path("/proc/meminfo")
 

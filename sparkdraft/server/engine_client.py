@@ -27,7 +27,7 @@ from typing import Any
 from sparkdraft.backend import ModelInfo
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
-from sparkdraft.operate.canary.at_start import unchecked
+from sparkdraft.operate.canary.run import unchecked
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, TokenEvent
 

@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 
 from sparkdraft.backend import Backend, LoadBackend, Report
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TryLater, UserError
-from sparkdraft.operate.canary.at_start import Canary
 from sparkdraft.operate.canary.findings import GRAMMARS
+from sparkdraft.operate.canary.run import Canary
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, TokenEvent
 from sparkdraft.text import template

@@ -34,7 +34,7 @@ from typing import Any, Protocol, TypeVar
 from sparkdraft.backend import DRAFTING, GROWTH
 from sparkdraft.server.engine_client import EngineClient
 from sparkdraft.server.guards import Gate
-from sparkdraft.util.nvidia_smi import HELD_BACK, POWER_LIMIT, REASONS, ask, held_back
+from sparkdraft.util.this_machine import HELD_BACK, POWER_LIMIT, REASONS, ask, held_back
 
 log = logging.getLogger(__name__)
 EVERY = 2.0  # seconds between readings

@@ -36,7 +36,7 @@ CONFIG = "config.json"
 
 
 def whole(said: Mapping[str, Any], key: str, low: int = 1, where: str = CONFIG) -> int | None:
-    """A whole number from 'low' to the limit of its key; None where the key is absent or null. Raises UserError."""
+    """Return a whole number from 'low' to the limit of its key; None if the key is absent or null. Raises UserError."""
     value, high = said.get(key), LIMITS.get(key, MAX_SIZE)
     if value is None:
         return None
@@ -48,7 +48,7 @@ def whole(said: Mapping[str, Any], key: str, low: int = 1, where: str = CONFIG) 
 def real(
     said: Mapping[str, Any], key: str, low: float = 0.0, high: float = math.inf, where: str = CONFIG
 ) -> float | None:
-    """A finite number above 'low' and up to 'high'; None where the key is absent or null. Raises UserError."""
+    """Return a finite number above 'low' and up to 'high'; None if the key is absent or null. Raises UserError."""
     value = said.get(key)
     if value is None:
         return None
@@ -60,7 +60,7 @@ def real(
 
 
 def flag(said: Mapping[str, Any], key: str, default: bool = False, where: str = CONFIG) -> bool:
-    """True or false, also as 1 or 0; the default where the key is absent or null. Raises UserError."""
+    """Return true or false, also given as 1 or 0; the default if the key is absent or null. Raises UserError."""
     value = said.get(key)
     if value is None:
         return default
@@ -70,7 +70,7 @@ def flag(said: Mapping[str, Any], key: str, default: bool = False, where: str = 
 
 
 def text(said: Mapping[str, Any], key: str, where: str = CONFIG) -> str:
-    """A text; "" where the key is absent or null. Raises UserError."""
+    """Return a text; "" if the key is absent or null. Raises UserError."""
     value = said.get(key)
     if value is not None and not isinstance(value, str):
         raise wrong(key, value, "a text", where)
@@ -78,7 +78,7 @@ def text(said: Mapping[str, Any], key: str, where: str = CONFIG) -> str:
 
 
 def listed(said: Mapping[str, Any], key: str, kind: type, where: str = CONFIG) -> list[Any] | None:
-    """A list whose entries are all of one type; None where the key is absent or null. Raises UserError."""
+    """Return a list whose entries are all of one type; None if the key is absent or null. Raises UserError."""
     value = said.get(key)
     if value is None:
         return None
@@ -89,7 +89,7 @@ def listed(said: Mapping[str, Any], key: str, kind: type, where: str = CONFIG) -
 
 
 def mapping(said: Mapping[str, Any], key: str, where: str = CONFIG) -> Mapping[str, Any]:
-    """An object; {} where the key is absent or null. Raises UserError."""
+    """Return an object; {} if the key is absent or null. Raises UserError."""
     value = said.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise wrong(key, value, "an object", where)

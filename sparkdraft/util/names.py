@@ -1,9 +1,11 @@
-"""Names as users type them: one rule for their spelling, and what "did you mean" offers."""
+"""Names and paths as users type them: one rule for the spelling of names, and "did you mean"."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 NEAR = 0.75  # likeness from which one name is taken for another: 1 is the same, a letter too much in eight is 0.94
 MOST = 4  # names that are offered at once
@@ -16,16 +18,15 @@ def spelled(given: str, known: Iterable[str]) -> str | None:
 
 
 def alike(given: str, known: Iterable[str], near: float = NEAR, family: str = "") -> str:
-    """Return the name that is most like this one, or an empty text if none is. family: a prefix of all names, which
-    makes no two of them alike."""
+    """Return the most similar name, or "" if none is similar. family: a prefix of all names, which is ignored."""
     names = {_key(name.removeprefix(family)): name for name in known}
     found = difflib.get_close_matches(_key(given.removeprefix(family)), names, n=1, cutoff=near)
     return names[found[0]] if found else ""
 
 
 def did_you_mean(given: str, known: Iterable[str], family: str = "") -> str:
-    """Return the question, with the names that begin like this one or else the one that is most like it. It is an
-    empty text if no name is near."""
+    """Return "did you mean ...?" with the names that begin like this one, or else the most similar one; "" if there is
+    none."""
     names = list(known)
     begins = [name for name in names if _key(name).startswith(_key(given))] if _key(given) else []
     *others, last = begins[:MOST] or [alike(given, names, family=family)]
@@ -34,3 +35,9 @@ def did_you_mean(given: str, known: Iterable[str], family: str = "") -> str:
 
 def _key(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def user_path(text: str) -> Path:
+    """Replace ~ and ~user. An unknown user stays as written, as a file that does not exist; `Path.expanduser` would
+    raise RuntimeError."""
+    return Path(os.path.expanduser(text))

@@ -106,7 +106,7 @@ def _grid(x: Axis, y: Axis, percent: bool) -> str:
 
 
 def _x_axis(values: list[float]) -> Axis:
-    """From the first value to the last, with as many ticks as fit; whole values get whole ticks."""
+    """Span the first value to the last, with as many ticks as fit; whole values get whole ticks."""
     low, high = _apart(min(values), max(values), 1.0)
     room = int((RIGHT - LEFT) / (LETTER * (len(_number(high, [low, high])) + 2)))
     step = max(round_step(high - low, min(room, 15)), float(all(value == int(value) for value in values)))
@@ -119,7 +119,7 @@ def _doubling_axis(values: list[float]) -> Axis:
 
 
 def _y_axis(values: list[float]) -> Axis:
-    """From the round number below all values to the one above."""
+    """Span the round number below all values to the one above."""
     low, high = _apart(min(values), max(values), abs(max(values)) / 10 or 1.0)
     step = round_step(high - low, 5)
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
@@ -136,7 +136,7 @@ def _ticks(low: float, high: float, step: float) -> list[float]:
 
 
 def _number(value: float, ticks: Sequence[float]) -> str:
-    """As many decimals as tell neighbouring ticks apart."""
+    """Format with as many decimals as tell neighbouring ticks apart."""
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     return f"{value:.{max(0, -math.floor(math.log10(gap) + 1e-9))}f}"
 

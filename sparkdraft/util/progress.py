@@ -34,7 +34,7 @@ errors = Console(stderr=True, highlight=False, emoji=False)
 
 
 class Meter:
-    """What is being done and how far it is. Called with (done, total), it is a `weights.loader.Progress`."""
+    """The label and the progress of some work. Called with (done, total), it is a `weights.loader.Progress`."""
 
     def __init__(self, label: str, unit: str = "", is_drawn: bool = True, shows_left: bool = False) -> None:
         self.label, self.unit, self.is_drawn, self.shows_left = label, unit, is_drawn, shows_left
@@ -50,7 +50,7 @@ class Meter:
         self.label, self.done, self.total = label, done, total
 
     def resume(self, done: int, total: int, seconds: float) -> None:
-        """Go on counting from what an earlier run has done in so many seconds."""
+        """Continue from what an earlier run has done in so many seconds."""
         self.done, self.total = done, total
         self._first, self._before, self._begin = done, seconds, time.monotonic() - seconds
 
@@ -67,7 +67,7 @@ class Meter:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 12 min, 3 h 20 min."""
+    """Format seconds as 45 s, 12 min or 3 h 20 min."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -82,7 +82,7 @@ def progress(
     label: str, unit: str = "", redraw: float = REDRAW, is_drawn: bool = True, shows_left: bool = False
 ) -> Iterator[Meter]:
     """is_drawn: False if something else draws a bar for it on a terminal. shows_left: also show the time left, where
-    all parts take about as long as each other."""
+    all parts take about equally long."""
     meter, ended, shower = Meter(label, unit, is_drawn, shows_left), threading.Event(), None
     _open.append(meter)
     if len(_open) == 1:
@@ -101,7 +101,7 @@ T = TypeVar("T")
 
 
 def waiting(pieces: Iterator[T], label: str) -> Generator[T, None, None]:
-    """The pieces as they come, with progress until the first one."""
+    """Yield the pieces as they come, with progress until the first one."""
     with progress(label):
         first = list(islice(pieces, 1))
     yield from first

@@ -1,5 +1,8 @@
-"""Lines of an event stream, for clients. They end where the standard says, at a line feed; httpx's own lines end at all
-of Unicode's line ends too, which a text within an event may hold."""
+"""Lines of an event stream, for clients.
+
+Lines end at a line feed, as the standard says. httpx's own lines also end at Unicode's other line ends, which the text
+of an event may contain.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class Cutter:
         self._rest = ""
 
     def take(self, piece: str) -> list[str]:
-        """The lines that end in this piece; what follows them is kept for the next."""
+        """Return the lines that end in this piece, and keep the rest for the next."""
         *lines, self._rest = (self._rest + piece).split("\n")
         return [line.removesuffix("\r") for line in lines]
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
-from sparkdraft.util.names import did_you_mean
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import did_you_mean, user_path
 from sparkdraft.util.progress import progress
 from sparkdraft.weights import hub
 from sparkdraft.weights.folder_files import read_json

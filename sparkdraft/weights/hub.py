@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import user_path
 from sparkdraft.util.progress import Meter, progress
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from sparkdraft.bridges.vllm.child import free_port
 from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM
-from sparkdraft.operate.bench import serve, serve_report
+from sparkdraft.operate.bench import serve
 from sparkdraft.train.export import ExportTarget, export
 from tests.drafters.tiny_drafter import body, random_tensors, zlab
 from tests.models.tiny import write_tiny
@@ -225,7 +225,7 @@ def test_both_engines_write_the_same(
         texts.append([(each.choices[0].message.content, each.usage and each.usage.prompt_tokens) for each in answers])
         result = serve.Result(serve.Settings(url, "key", streams=(1,), classes=("qa",), output_len=24, requests=2))
         asyncio.run(serve.measure(result.settings, result, lambda what, done, total: None))
-        print(serve_report.markdown(serve_report.summary(result)))  # for the figures in docs
+        print(serve.markdown(serve.summary(result)))  # for the figures in docs
         benched.append([(sample.text, sample.tokens, sample.error) for sample in result.cells[0].load.samples])
     assert texts[0] == texts[1]
     assert benched[0] == benched[1] and len(benched[0]) == 2 and all(text for text, _, _ in benched[0])

@@ -10,7 +10,7 @@ import pytest
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.models.common.config import uniform_config
-from sparkdraft.operate.bench.shapes import SHAPES
+from sparkdraft.operate.bench.random_model import SHAPES
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Plan, resolve
 

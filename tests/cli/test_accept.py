@@ -22,8 +22,7 @@ from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams
 from sparkdraft.operate.bench.accept import Trace, measure, traced_step
 from sparkdraft.speculation.stats import SpecStats
-from sparkdraft.util.cores import usable_cores
-from sparkdraft.util.other_programs import OtherPrograms
+from sparkdraft.util.this_machine import OtherPrograms, usable_cores
 from tests.cli.said import in_process, said
 from tests.drafters.tiny_mtp import write_target
 from tests.fakes import FakeBlock, fake_engine

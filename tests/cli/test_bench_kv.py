@@ -24,21 +24,23 @@ from sparkdraft.llm import LLM
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.models.registry import read_config
-from sparkdraft.operate.bench import shapes
-from sparkdraft.operate.bench.kv import Format, memories, parse_formats
-from sparkdraft.operate.bench.named_shapes import shape as named_shape
-from sparkdraft.operate.bench.nearness import (
+from sparkdraft.operate.bench import random_model
+from sparkdraft.operate.bench.formats import (
     KINDS,
     Comparison,
+    Format,
     Reading,
     divergence,
     kl_by_position,
     mean_rise,
+    memories,
+    parse_kv_formats,
     prompt_rows_shown,
     read_texts,
     rise_by_position,
 )
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.bench.shapes import shape as named_shape
+from sparkdraft.operate.forecast import rates
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import rope_bytes
 from sparkdraft.plan.resolve import resolve
@@ -54,8 +56,8 @@ QUICK = ("--device", "cpu", "--dtype", "float32", "--threads", "1")
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "toy", TOY)
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+    monkeypatch.setitem(random_model.SHAPES, "toy", TOY)
+    monkeypatch.setitem(rates.SIZE, "cpu", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def load(tiny: Path, fmt: Format) -> LLM:
 @pytest.fixture(scope="module")
 def readings(tiny: Path) -> Iterator[dict[str, dict[str, Reading]]]:
     """By format; 'again' is the exact cache a second time."""
-    formats = parse_formats("exact,fp8,k2v2,k5v5,k2v2-full,k2v2-full-uncentred")
+    formats = parse_kv_formats("exact,fp8,k2v2,k5v5,k2v2-full,k2v2-full-uncentred")
     comparison = Comparison(read_texts(Tokenizer.of(open_checkpoint(str(tiny))), 200))
     told: list[tuple[int, int]] = []
     found = {}
@@ -129,7 +131,7 @@ def test_what_lies_near_is_exact_in_a_hybrid(readings: dict[str, dict[str, Readi
 
 
 def test_looking_at_prompt_rows_leaves_the_engine_as_it_was(tiny: Path) -> None:
-    engine = load(tiny, parse_formats("exact")[0]).engine
+    engine = load(tiny, parse_kv_formats("exact")[0]).engine
     with prompt_rows_shown(engine, lambda residual, logits: None):
         assert "prompt_logprobs" in vars(engine.runner)
     assert "prompt_logprobs" not in vars(engine.runner) and "logits" not in vars(engine.runner.model)
@@ -146,19 +148,19 @@ def test_the_texts_are_long_enough_and_repeat_nothing(smollm2_path: Path) -> Non
 
 
 def test_the_notation() -> None:
-    names = [fmt.name for fmt in parse_formats("k4v3, fp8,k4v3,k5v2-full-uncentred")]
+    names = [fmt.name for fmt in parse_kv_formats("k4v3, fp8,k4v3,k5v2-full-uncentred")]
     assert names == ["exact", "k4v3", "fp8", "k5v2-full-uncentred"]
-    last = parse_formats(names[-1])[-1].options
+    last = parse_kv_formats(names[-1])[-1].options
     assert last == {
         "kv": "turboquant", "tq_key_bits": 5, "tq_value_bits": 2, "tq_mode": "full_tq", "tq_centre": False,
     }  # fmt: skip
     for wrong in ("k6v3", "k4", "fp16", "", "k4v3-uncentred-full"):
         with pytest.raises(UserError, match="a format is exact, fp8 or k<key bits>v<value bits>"):
-            parse_formats(wrong)
+            parse_kv_formats(wrong)
 
 
 def test_memory_is_what_the_plans_say() -> None:
-    formats = parse_formats("fp8,k4v3,k4v3-full")
+    formats = parse_kv_formats("fp8,k4v3,k4v3-full")
     own: dict[str, Any] = {"device": "cpu", "dtype": "float32", "spec": "off"}
     plans = {fmt.name: plan_here(EngineConfig(**own, **fmt.options), TOY) for fmt in formats}
     found, values = memories(plans, TOY, fraction=0.5), 2 * 2 * 32
@@ -194,7 +196,7 @@ def test_plans_count_weights_as_they_are_stored(
     stored = checkpoint.stored_bytes() if checkpoint else quantised_at_load(TOY, "fp8")
     args = {"device": "cuda", "dtype": "auto", "shape": shape, "model": "smollm2", "uses_profile": False}
     flags = Namespace(**args, weights="fp8" if shape else "auto")
-    plans = bench_kv._plans(flags, parse_formats("fp8"), model, checkpoint)
+    plans = bench_kv._plans(flags, parse_kv_formats("fp8"), model, checkpoint)
     expected = stored.kept(2) + rope_bytes(model, plans["exact"].max_model_len)
     assert [plan.memory.weights for plan in plans.values()] == [expected] * 2
     assert stored.kept(2) < 0.9 * 2 * model_sizes(model).held

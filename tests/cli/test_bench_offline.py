@@ -22,8 +22,7 @@ from sparkdraft.engine.machine import plan_here
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.common.config import uniform_config
-from sparkdraft.operate.bench import shapes
-from sparkdraft.operate.bench.coded import FORMS
+from sparkdraft.operate.bench import random_model
 from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 from sparkdraft.operate.bench.profile import (
     MOST,
@@ -35,9 +34,10 @@ from sparkdraft.operate.bench.profile import (
     summary,
     timed_parts,
 )
+from sparkdraft.operate.bench.random_model import FORMS
+from sparkdraft.operate.bench.shapes import drafter_tensor_shapes
 from sparkdraft.operate.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, VariedAcceptance, spans
-from sparkdraft.operate.bench.tensors import drafter_tensor_shapes
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.forecast import rates
 from sparkdraft.speculation.confidence import Confidence
 from sparkdraft.speculation.depth import FIRST_FIT
 from sparkdraft.speculation.step_costs import Price
@@ -54,8 +54,8 @@ Run = Callable[..., tuple[str, dict[str, Any]]]
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "toy", TOY)
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+    monkeypatch.setitem(random_model.SHAPES, "toy", TOY)
+    monkeypatch.setitem(rates.SIZE, "cpu", 1 << 20)
 
 
 @pytest.fixture
@@ -72,11 +72,11 @@ def offline(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def toy_bench(acceptance: Acceptance | None, overlaps: bool = False, spec: str = "15") -> Bench:
     config = EngineConfig(device="cpu", dtype="float32", threads=1, spec=spec, ngram=False, kv_tokens=2048, max_seqs=2)
-    draft = shapes.drafter_shape("dflash-3x", TOY)
-    source = DraftSource(DFlashKind(), draft, shapes.RandomCheckpoint(draft, "cpu"))
-    target = shapes.RandomCheckpoint(TOY, "cpu")
+    draft = random_model.drafter_shape("dflash-3x", TOY)
+    source = DraftSource(DFlashKind(), draft, random_model.RandomCheckpoint(draft, "cpu"))
+    target = random_model.RandomCheckpoint(TOY, "cpu")
     plan = plan_here(config, TOY, source.caps)
-    engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
+    engine = build_engine(plan, config, TOY, target, random_model.SilentTokenizer(), source)
     if overlaps:
         engine.overlap = OverlappedSteps(
             *(
@@ -169,7 +169,7 @@ def test_the_sampler_is_overruled_only_after_its_work() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_random_weights_of_a_format(form: str) -> None:
     """All matrices of the layers but the router's, with weights of a usual size and bytes as the plan counts them."""
-    checkpoint, coded = shapes.RandomCheckpoint(shapes.SHAPES["tiny"], "cpu", form), 0
+    checkpoint, coded = random_model.RandomCheckpoint(random_model.SHAPES["tiny"], "cpu", form), 0
     for name in checkpoint.names():
         part = checkpoint.read(name)
         is_matrix = name.startswith("model.layers.") and len(part.shape) == 2
@@ -178,7 +178,7 @@ def test_random_weights_of_a_format(form: str) -> None:
             assert 0.01 < part.dequantize().std() < 0.04
             coded += pack([part], torch.device("cpu")).nbytes
     assert checkpoint.stored_bytes().quantised == coded
-    experts = shapes.RandomCheckpoint(shapes.TARGET_FILES["gpt-oss-20b"], "cpu", form)
+    experts = random_model.RandomCheckpoint(random_model.TARGET_FILES["gpt-oss-20b"], "cpu", form)
     names = {name.split(".", 3)[-1] for name in experts.names() if experts._is_coded(name)}
     projections = {f"self_attn.{part}_proj.weight" for part in "qkvo"}
     assert names == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", *projections}
@@ -187,12 +187,12 @@ def test_random_weights_of_a_format(form: str) -> None:
 
 def test_an_engine_with_weights_of_a_format_counts_the_bytes_that_it_keeps() -> None:
     config = EngineConfig(model="tiny", device="cpu", dtype="float32", max_model_len=128, max_seqs=2)
-    floats, coded = (shapes.random_engine(config, form=form) for form in ("", "mxfp4"))
+    floats, coded = (random_model.random_engine(config, form=form) for form in ("", "mxfp4"))
     assert coded.runner.model.nbytes(1) == floats.runner.model.nbytes(1), "a CPU's reference keeps floats"
 
 
 def test_drafter_shapes_are_those_of_the_published_drafters() -> None:
-    draft = shapes.drafter_shape("dflash-5x", shapes.SHAPES["qwen3-8b"])
+    draft = random_model.drafter_shape("dflash-5x", random_model.SHAPES["qwen3-8b"])
     assert draft.taps == (1, 9, 17, 25, 33) and draft.block_size == 16 and draft.model.num_layers == 5
     assert [(spec.window, spec.causal) for spec in draft.model.attention] == [(0, False)] * 5
     own = sum(int(np.prod(size)) for size in drafter_tensor_shapes(draft).values())

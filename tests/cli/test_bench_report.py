@@ -19,12 +19,12 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import AUTO, UserError
 from sparkdraft.engine import machine
 from sparkdraft.llm import LLM
-from sparkdraft.operate.bench import report, report_page
+from sparkdraft.operate.bench import report
 from sparkdraft.operate.bench.depth import Cell, DepthBench
-from sparkdraft.operate.bench.kv import Memory
+from sparkdraft.operate.bench.formats import Memory
 from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 from sparkdraft.operate.bench.report import Budget, KvRow, Rate, Report, SpeedRow, Start, commit, environment
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.forecast import rates
 from sparkdraft.plan.hardware import cpu
 from sparkdraft.speculation.stats import SpecStats
 from tests.cli.said import said
@@ -37,7 +37,7 @@ QUICK = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--output-le
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+    monkeypatch.setitem(rates.SIZE, "cpu", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def made() -> Report:
 
 
 def test_pages_have_every_figure_beside_its_ceiling() -> None:
-    text, page = report_page.markdown(made(), "report.svg"), report_page.html(made())
+    text, page = report.markdown(made(), "report.svg"), report.html(made())
     assert "| first token | 4.00 s | 0.50 s (12%) | 700 MB |" in text
     assert "| code | 0 | 4 | 200.0 | 800.0 (25%) | 320.0 | 1600.0 (20%) | 1.60 | 3.25 | 2 of 2 |" in text
     assert "prose: the time ran out" in text and "![charts](report.svg)" in text and "`sparkdraft bench report`" in text
@@ -103,11 +103,11 @@ def test_pages_have_every_figure_beside_its_ceiling() -> None:
 
 
 def test_columns_of_a_table_are_as_many_as_its_heads() -> None:
-    for table in report_page.tables(made()):
+    for table in report.tables(made()):
         assert {len(row) for row in table.rows} == {len(table.heads)}, table.title
     plain = made()
     plain.speeds = [SpeedRow("code", 0, 1, Rate(1.0, 2.0), None, 1.0, 1, 1)]
-    table = report_page.tables(plain)[1]
+    table = report.tables(plain)[1]
     assert table.heads == ["class", "context", "streams", "plain tok/s", "ceiling"] and len(table.rows[0]) == 5
 
 

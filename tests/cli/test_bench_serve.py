@@ -23,9 +23,20 @@ from starlette.routing import Route
 
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
-from sparkdraft.operate.bench.serve import Cell, Load, Result, Settings, read_prompts
-from sparkdraft.operate.bench.serve_client import Drafting, Sample, read_counters, read_speculation, server_root
-from sparkdraft.operate.bench.serve_report import markdown, summary
+from sparkdraft.operate.bench.serve import (
+    Cell,
+    Drafting,
+    Load,
+    Result,
+    Sample,
+    Settings,
+    markdown,
+    read_counters,
+    read_prompts,
+    read_speculation,
+    server_root,
+    summary,
+)
 from tests.cli.said import said
 from tests.fakes.web import serving
 

@@ -11,8 +11,8 @@ import pytest
 from sparkdraft.cli.main import main
 from sparkdraft.drafters.mtp_config import MtpConfig, caps_of
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench import shapes
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.bench import random_model
+from sparkdraft.operate.forecast import rates
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -41,14 +41,14 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    for files in (shapes.TARGET_FILES, shapes.DRAFTER_FILES):
+    for files in (random_model.TARGET_FILES, random_model.DRAFTER_FILES):
         for name, config in files.items():
             monkeypatch.setitem(files, name, small(config))
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+    monkeypatch.setitem(rates.SIZE, "cpu", 1 << 20)
 
 
 @pytest.mark.usefixtures("little")
-@pytest.mark.parametrize("drafter", list(shapes.DRAFTER_FILES))
+@pytest.mark.parametrize("drafter", list(random_model.DRAFTER_FILES))
 def test_a_published_shape_runs_with_its_drafter(drafter: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = drafter.rsplit("-", 1)[0]
     flags = ["--shape", name, "--drafter-shape", drafter, "--dtype", "float32", "--threads", "1"]
@@ -57,7 +57,7 @@ def test_a_published_shape_runs_with_its_drafter(drafter: str, capsys: pytest.Ca
     out = capsys.readouterr().out
     (row,) = json.loads(out.splitlines()[-1])["rows"]
     assert row["length"] == pytest.approx(2.5, rel=0.1) and row["rows"] == 8
-    model = shapes.shape(name)
+    model = random_model.shape(name)
     assert row["floor_gb"]["target"] == pytest.approx(4 * model_sizes(model).read(8) / 1e9, abs=1e-4)
     assert ("choose independently" in out) == (name not in ("gemma4-31b", "qwen3.5-27b"))
 
@@ -71,7 +71,7 @@ def test_a_shape_runs_with_an_mtp_head(name: str, capsys: pytest.CaptureFixture[
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = found["rows"]
     assert row["length"] == pytest.approx(2.5, rel=0.1) and row["rows"] == 8 and found["drafter"] == "mtp"
-    head = caps_of(MtpConfig.of(shapes.shape(name)))
+    head = caps_of(MtpConfig.of(random_model.shape(name)))
     assert row["floor_gb"]["drafter"] == pytest.approx(3 * 4 * (head.num_read + 256 * 64) / 1e9, abs=1e-4)
 
 
@@ -88,8 +88,8 @@ def test_a_shape_runs_with_a_quantised_drafter_and_few_ids(
     assert main(["bench", "offline", *flags]) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["drafter_weights"] == "fp8" and found["draft_ids"] == 64
-    model = shapes.shape("qwen3.5-27b")
-    draft = shapes.drafter_shape("qwen3.5-27b-dflash", model)
+    model = random_model.shape("qwen3.5-27b")
+    draft = random_model.drafter_shape("qwen3.5-27b-dflash", model)
     layers = sum(layer.held for layer in model_sizes(draft.model).layers)
     expected = 4 * (layers + 64 * 64) / 1e9  # a CPU's float32 kernels keep the rounded numbers as floats
     assert found["rows"][0]["floor_gb"]["drafter"] == pytest.approx(expected, abs=1e-4)

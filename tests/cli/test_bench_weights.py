@@ -15,9 +15,8 @@ from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
 from sparkdraft.drafters.packaged import default_drafter
 from sparkdraft.llm import LLM
-from sparkdraft.operate.bench.nearness import KINDS
-from sparkdraft.operate.bench.weights import FloatCheckpoint, format_bytes, parse_formats
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.bench.formats import KINDS, FloatCheckpoint, format_bytes, parse_weight_formats
+from sparkdraft.operate.forecast import rates
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.stored import as_float
 from tests.cli.said import said
@@ -28,7 +27,7 @@ QUICK = ("--device", "cpu", "--threads", "1", "--tokens", "40", "--max-model-len
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+    monkeypatch.setitem(rates.SIZE, "cpu", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +43,9 @@ def test_bytes_per_weight_of_each_format() -> None:
 
 
 def test_floats_come_first_and_others_are_named() -> None:
-    assert parse_formats("int4, fp8,int4") == ["floats", "int4", "fp8"]
+    assert parse_weight_formats("int4, fp8,int4") == ["floats", "int4", "fp8"]
     with pytest.raises(UserError, match="--formats names 'q4'; a format is floats, fp8, int4, nvfp4"):
-        parse_formats("q4")
+        parse_weight_formats("q4")
 
 
 def test_a_quantised_file_becomes_floats_and_then_the_format(smollm2_path: Path) -> None:

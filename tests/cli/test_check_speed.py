@@ -17,15 +17,28 @@ from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
 from sparkdraft.models.common.config import uniform_config
-from sparkdraft.operate.bench import long_prompt, shapes
+from sparkdraft.operate.bench import long_prompt, random_model
+from sparkdraft.operate.bench.check_speed import cpu, cuda
+from sparkdraft.operate.bench.check_speed.check import (
+    LINES,
+    Expected,
+    Group,
+    Judged,
+    Line,
+    Names,
+    Skipped,
+    Verdict,
+    check,
+    conclusion,
+    judge,
+    read_expected,
+    select,
+    status,
+)
 from sparkdraft.operate.bench.long_prompt import Beside, Gaps, LongPrompt, summary
-from sparkdraft.operate.bench.offline_throughput import throughput
-from sparkdraft.operate.bench.speed import cpu, cuda, processes
-from sparkdraft.operate.bench.speed.check import Group, Names, Skipped, check, select
-from sparkdraft.operate.bench.speed.lines import LINES, Line
-from sparkdraft.operate.bench.speed.ratios import Metrics, Progress, Sample, against, in_turn, joined
-from sparkdraft.operate.bench.speed.verdict import Expected, Judged, Verdict, conclusion, judge, read_expected, status
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.bench.offline import throughput
+from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, in_turn, joined
+from sparkdraft.operate.forecast import rates
 from tests.models.tiny import write_tiny
 
 SPEED, LATENCY = Line("speed", "a speed"), Line("latency", "a time", lower_is_better=True)
@@ -216,8 +229,8 @@ def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> cuda.Setup:
-    monkeypatch.setitem(shapes.SHAPES, "toy", TOY)
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+    monkeypatch.setitem(random_model.SHAPES, "toy", TOY)
+    monkeypatch.setitem(rates.SIZE, "cpu", 1 << 20)
     monkeypatch.setattr(cuda, "ROUNDS", 1)
     sizes = {"prompt_len": 20, "output_len": 8, "drafted_len": 16, "context": 160, "context_streams": 2}
     return cuda.Setup("cpu", "float32", "toy", "dflash-3x", context_len=8, **sizes)
@@ -298,16 +311,16 @@ def test_the_figures_of_a_long_prompt() -> None:
 
 
 def test_a_prompt_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "OUTPUT_LEN", 8)
-    found = processes._fresh("Count to ten.", "off")
+    monkeypatch.setattr(cpu, "FRESH_LEN", 8)
+    found = cpu._fresh("Count to ten.", "off")
     assert found["tok_s"] > 0 and found["start_ms"] > 0 and found["steps_ms"] == pytest.approx(1e6 / found["tok_s"])
     with pytest.raises(UserError, match=r"`sparkdraft generate` failed with status 1: .*spec is 'deep'"):
-        processes.generate("Count to ten.", "deep", 8)
+        cpu.generate("Count to ten.", "deep", 8)
 
 
 @pytest.mark.slow
 def test_the_server_is_measured_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SERVER_ROUNDS", 1), ("SERVER_REQUESTS", 4), ("SERVER_LEN", 8)):
-        monkeypatch.setattr(processes, name, value)
-    found = processes.server(frozenset({"server-4-streams"}), ignore)
+        monkeypatch.setattr(cpu, name, value)
+    found = cpu.server(frozenset({"server-4-streams"}), ignore)
     assert found.keys() == {"server-4-streams"} and found["server-4-streams"].ratio > 0

@@ -20,13 +20,11 @@ from sparkdraft.engine import profile
 from sparkdraft.engine.load import open_model
 from sparkdraft.engine.profile import Profile
 from sparkdraft.kernels import native, reference
-from sparkdraft.operate.doctor import examine, hardware, software
-from sparkdraft.operate.doctor.bandwidth import LEAST_CPU, Measured
-from sparkdraft.operate.doctor.gpu import PART as GPU
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.doctor import examine, machine, software
+from sparkdraft.operate.doctor.machine import GPU, LEAST_CPU, Measured
+from sparkdraft.operate.forecast import rates
 from sparkdraft.plan import hardware as plan_hardware
-from sparkdraft.util.cores import usable_cores
-from sparkdraft.util.other_programs import OtherPrograms
+from sparkdraft.util.this_machine import OtherPrograms, usable_cores
 from tests.drafters.tiny_mtp import write_target
 from tests.models.tiny import write_tiny
 from tests.patience import PATIENT
@@ -59,7 +57,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(examine, "_measure", measured)
     monkeypatch.setattr(OtherPrograms, "taken", 0.0)
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 16 << 20)
+    monkeypatch.setitem(rates.SIZE, "cpu", 16 << 20)
 
 
 def looked(tiny: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
@@ -196,7 +194,7 @@ def test_a_gpu_without_triton_is_broken_and_starts_nothing(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine is a DGX Spark's, half full and slow, but for its GPU: what is measured is planted."""
-    spark = hardware.Cuda("NVIDIA GB10", (12, 1), 48, hardware.GpuMemory(120 << 30, 9 << 30, True), 0.0)
+    spark = machine.Cuda("NVIDIA GB10", (12, 1), 48, machine.GpuMemory(120 << 30, 9 << 30, True), 0.0)
     monkeypatch.setattr(examine, "read_cuda", lambda: spark)
     monkeypatch.setattr(examine, "_measure", lambda *_: Measured(110e9, 112e9))
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -212,7 +210,7 @@ def test_a_gpu_without_triton_is_broken_and_starts_nothing(
 
 
 def examine_memory(total: int, available: int) -> Any:
-    from sparkdraft.operate.doctor.memory import Memory
+    from sparkdraft.operate.doctor.machine import Memory
 
     return Memory(total << 30, available << 30)
 

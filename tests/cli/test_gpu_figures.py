@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparkdraft.cli.main import parser
-from sparkdraft.operate.bench.named_shapes import drafter_shape, shape
+from sparkdraft.operate.bench.shapes import drafter_shape, shape
 
 ROOT = Path(__file__).parents[2]
 TOOL = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/gpu_figures.py")))

@@ -13,7 +13,7 @@ from sparkdraft.cli.options import engine_options
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.machine import detect
-from sparkdraft.util.cores import usable_cores
+from sparkdraft.util.this_machine import usable_cores
 
 
 @pytest.mark.parametrize(

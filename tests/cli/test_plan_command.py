@@ -16,7 +16,7 @@ from sparkdraft.cli.main import main
 from sparkdraft.drafters.mtp_config import MtpConfig, tensor_shapes
 from sparkdraft.drafters.packaged import default_drafter
 from sparkdraft.models.registry import read_config
-from sparkdraft.operate.bench.named_shapes import TARGET_FILES
+from sparkdraft.operate.bench.shapes import TARGET_FILES
 from tests.patience import PATIENT
 
 ROOT = Path(__file__).parent.parent.parent

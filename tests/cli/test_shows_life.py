@@ -12,8 +12,8 @@ import pytest
 
 from sparkdraft.cli.main import main
 from sparkdraft.models.common.config import uniform_config
-from sparkdraft.operate.bench import shapes
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.bench import random_model
+from sparkdraft.operate.forecast import rates
 from sparkdraft.util import progress
 from tests.models.tiny import write_tiny
 
@@ -26,8 +26,8 @@ TOY = uniform_config("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "toy", TOY)
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+    monkeypatch.setitem(random_model.SHAPES, "toy", TOY)
+    monkeypatch.setitem(rates.SIZE, "cpu", 1 << 20)
 
 
 @pytest.fixture

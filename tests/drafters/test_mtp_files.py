@@ -26,7 +26,7 @@ from sparkdraft.drafters.mtp_config import MtpConfig, caps_of, tensor_shapes
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.models.registry import read_config
-from sparkdraft.operate.bench.named_shapes import TARGET_FILES, shape
+from sparkdraft.operate.bench.shapes import TARGET_FILES, shape
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.weights import checkpoint

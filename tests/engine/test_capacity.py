@@ -12,7 +12,7 @@ from sparkdraft.core import SamplingParams
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import plan_here
-from sparkdraft.operate.bench.shapes import RandomCheckpoint, SilentTokenizer, shape
+from sparkdraft.operate.bench.random_model import RandomCheckpoint, SilentTokenizer, shape
 
 CONTEXT, WRITTEN, BLOCK = 32000, 64, 16
 # 8 K/V heads of 128. The number of layers does not change the ratio.

@@ -12,7 +12,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.machine import plan_here
-from sparkdraft.operate.bench.shapes import RandomCheckpoint, SilentTokenizer, shape
+from sparkdraft.operate.bench.random_model import RandomCheckpoint, SilentTokenizer, shape
 
 MODEL = replace(shape("qwen3-8b"), layers=shape("qwen3-8b").layers[:4])
 CHUNK, NUM_CHUNKS = 1024, 4

@@ -12,7 +12,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.engine.load import open_model, stored_of
 from sparkdraft.operate.tune import engines as tuned
 from sparkdraft.operate.tune.engines import Engines
-from sparkdraft.operate.tune.knobs import ONE
+from sparkdraft.operate.tune.search import ONE
 from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import model_bytes, resolve

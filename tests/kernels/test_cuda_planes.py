@@ -22,7 +22,8 @@ from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.ops import Activation, Norm, Normed, Routing
 from sparkdraft.models.gpt_oss import build
 from sparkdraft.models.registry import read_config
-from sparkdraft.operate.bench.shapes import TARGET_FILES, RandomCheckpoint
+from sparkdraft.operate.bench.random_model import RandomCheckpoint
+from sparkdraft.operate.bench.shapes import TARGET_FILES
 from sparkdraft.weights.linear import CannotKeep, DenseExperts, DenseLinear, StackedLinear, WeightTiles
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.plane_layout import STRIP, PlaneLayout, layout_of

@@ -21,9 +21,8 @@ from sparkdraft.kernels.ops import SILU, Norm
 from sparkdraft.models.common.blocks import GatedMLP
 from sparkdraft.models.common.experts import Experts
 from sparkdraft.models.common.layers import ExpertsSpec
-from sparkdraft.operate.tune import model_tiles, tiles
-from sparkdraft.operate.tune.model_tiles import expert_groups, families, find_tiles
-from sparkdraft.operate.tune.tiles import TileSearch
+from sparkdraft.operate.tune import tiles
+from sparkdraft.operate.tune.tiles import TileSearch, expert_groups, families, find_tiles
 from sparkdraft.weights.linear import DenseExperts, DenseLinear, StackedLinear
 from tests.kernels.triton_device import DEVICE, DTYPES, gpu
 
@@ -142,8 +141,8 @@ def test_a_search_over_real_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model, here = toy(dtype, DEVICE), gpu_of(torch.device(DEVICE))
     monkeypatch.setattr(tiles, "float_tiles", lambda *shape: [[16, 16, 4, 2], [32, 16, 4, 2]])
     monkeypatch.setattr(tiles, "expert_tiles", lambda *shape: [[64, 32, 4, 2], [128, 32, 4, 2]])
-    monkeypatch.setattr(model_tiles, "ROWS", {1: 1.0, 3: 1.0})
-    monkeypatch.setattr(model_tiles, "EXPERT_ROWS", (3,))
+    monkeypatch.setattr(tiles, "ROWS", {1: 1.0, 3: 1.0})
+    monkeypatch.setattr(tiles, "EXPERT_ROWS", (3,))
     seen = list[str]()
     monkeypatch.setattr(
         tiles, "seconds", lambda launches, goal: [seen.append("run") or each() for each in launches] and 1.0

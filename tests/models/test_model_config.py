@@ -14,7 +14,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.llm import LLM
 from sparkdraft.models.registry import read_config
-from sparkdraft.operate.bench.named_shapes import TARGET_FILES
+from sparkdraft.operate.bench.shapes import TARGET_FILES
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.weights.checkpoint import open_checkpoint

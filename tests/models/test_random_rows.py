@@ -12,10 +12,9 @@ from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.experts import Experts
 from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.models.registry import architecture, read_config
-from sparkdraft.operate.bench import coded, shapes
-from sparkdraft.operate.bench.coded import FORMS
-from sparkdraft.operate.bench.named_shapes import TARGET_FILES
-from sparkdraft.operate.bench.shapes import RandomCheckpoint
+from sparkdraft.operate.bench import random_model
+from sparkdraft.operate.bench.random_model import FORMS, RandomCheckpoint
+from sparkdraft.operate.bench.shapes import TARGET_FILES
 from sparkdraft.weights.loader import Loader
 
 SMALL = {
@@ -60,10 +59,10 @@ def test_rows_of_one_text_reach_as_many_experts_as_independent_rows(form: str, m
 
 
 def test_int4_codes_whose_mean_is_not_0_would_make_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded, "_centred", lambda codes: codes)
+    monkeypatch.setattr(random_model, "_centred", lambda codes: codes)
     assert reached(monkeypatch, "int4") < 0.85
 
 
 def test_small_embeddings_would_make_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "EMBEDDED", shapes.DEVIATION)
+    monkeypatch.setattr(random_model, "EMBEDDED", random_model.DEVIATION)
     assert reached(monkeypatch) < 0.5

@@ -12,8 +12,8 @@ from sparkdraft.core import UserError
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.models.common.sizes import layer_sizes, model_sizes
-from sparkdraft.operate.bench.shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape
-from sparkdraft.operate.bench.tensors import drafter_tensor_shapes, file_tensor_shapes, tensor_shapes
+from sparkdraft.operate.bench.random_model import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape
+from sparkdraft.operate.bench.shapes import drafter_tensor_shapes, file_tensor_shapes, tensor_shapes
 from tests.operate.forecast.described import DESCRIBED, attention
 
 PUBLISHED = {  # billions of parameters

@@ -15,7 +15,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.drafters.dflash import caps_of
 from sparkdraft.models.common.sizes import kv_bytes_per_token
-from sparkdraft.operate.bench.shapes import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
+from sparkdraft.operate.bench.random_model import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import RECORDINGS
 from sparkdraft.plan.resolve import resolve

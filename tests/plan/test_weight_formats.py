@@ -8,7 +8,7 @@ import pytest
 
 from sparkdraft.core import UserError
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.named_shapes import SHAPES, TARGET_FILES, shape
+from sparkdraft.operate.bench.shapes import SHAPES, TARGET_FILES, shape
 from sparkdraft.plan import weight_formats
 from sparkdraft.plan.memory import weight_bytes
 from sparkdraft.plan.weight_formats import BYTES, WeightFormats, bytes_by_format, parts_of, quantised_at_load, stated

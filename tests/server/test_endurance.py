@@ -134,7 +134,7 @@ def test_sixteen_clients_of_whom_a_third_hang_up(small_cache: Live, questions: i
 def test_what_speed_is_compared_with(tiny_folder: Path) -> None:
     """Every token of every request is counted, and as many run at once as were asked for."""
     from sparkdraft import LLM, SamplingParams
-    from sparkdraft.operate.bench.offline_throughput import throughput
+    from sparkdraft.operate.bench.offline import throughput
 
     engine, lengths, at_once = LLM(str(tiny_folder), device="cpu").engine, [5, 30, 9, 17, 4, 12, 21], []
 

@@ -15,7 +15,7 @@ from statistics import mean, median
 import pytest
 
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.shapes import SHAPES
+from sparkdraft.operate.bench.random_model import SHAPES
 from sparkdraft.speculation.best_depths import conditional_acceptance, expected_tokens
 from sparkdraft.speculation.depth import DepthController, bucket_of
 from sparkdraft.speculation.depth_state import DepthState

@@ -1,14 +1,18 @@
-"""Names as users type them: spellings that are one name, and what "did you mean" offers."""
+"""Names and paths as users type them: spellings that are one name, "did you mean", and home folders."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from sparkdraft.bridges.recipes import recipes
 from sparkdraft.cli.main import main
-from sparkdraft.operate.bench.named_shapes import drafters, shape, targets
+from sparkdraft.core import UserError
+from sparkdraft.operate.bench.shapes import drafters, shape, targets
 from sparkdraft.operate.forecast.machine import find_machine, known_machines
-from sparkdraft.util.names import alike, did_you_mean, spelled
+from sparkdraft.util.names import alike, did_you_mean, spelled, user_path
+from sparkdraft.weights.checkpoint import read_config_json
 
 
 @pytest.mark.parametrize("name", ["gemma-4-31b", "gemma4-31b", "Gemma_4.31B", "GEMMA431B"])
@@ -86,4 +90,16 @@ def test_one_place_suggests_names() -> None:
     from tests.test_imports import modules, source
 
     users = [name for name, path in modules().items() if "difflib" in source(path).anywhere]
-    assert users == ["names"]
+    assert users == ["util.names"]
+
+
+def test_home_is_found_and_a_user_whom_nobody_knows_is_a_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_path("~/x") == Path("/home/me/x") and user_path("a/~") == Path("a/~")
+    assert user_path("~nobody-has-this-name/x") == Path("~nobody-has-this-name/x")
+
+
+@pytest.mark.parametrize("read", [find_machine, read_config_json])
+def test_such_a_path_is_refused_with_a_sentence(read: object) -> None:
+    with pytest.raises(UserError):
+        read("~nobody-has-this-name/x")  # type: ignore[operator]

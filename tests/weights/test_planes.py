@@ -16,8 +16,8 @@ from sparkdraft.kernels.cuda.linear.planes import as_coded
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.models.common.nested import unread_names
 from sparkdraft.models.registry import read_config
-from sparkdraft.operate.bench.coded import FORMS as RANDOM_FORMS
-from sparkdraft.operate.bench.shapes import RandomCheckpoint
+from sparkdraft.operate.bench.random_model import FORMS as RANDOM_FORMS
+from sparkdraft.operate.bench.random_model import RandomCheckpoint
 from sparkdraft.plan.weight_formats import (
     CODES,
     WeightFormats,

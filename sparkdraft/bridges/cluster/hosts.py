@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparkdraft.core import UserError
-from sparkdraft.util.names import did_you_mean
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import did_you_mean, user_path
 
 LOCAL = "local"  # the address of this machine, which needs no ssh
 NAME = re.compile(r"[\w.-]+")

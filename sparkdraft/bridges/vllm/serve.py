@@ -29,7 +29,7 @@ from sparkdraft.bridges.cluster.node.processes import end_all
 from sparkdraft.bridges.vllm.child import Child
 from sparkdraft.core import UserError
 from sparkdraft.operate.canary.findings import FAILED, Finding, summary
-from sparkdraft.operate.canary.http_client import Server as Asked
+from sparkdraft.operate.canary.remote import Server as Asked
 from sparkdraft.operate.canary.remote import check_url
 from sparkdraft.server.app import Errors, send_warm_up_requests
 from sparkdraft.server.config import ServerConfig

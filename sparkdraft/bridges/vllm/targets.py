@@ -21,7 +21,7 @@ from sparkdraft.drafters.packaged import EMBEDDED
 from sparkdraft.drafters.pairs import KnownDrafter
 from sparkdraft.models.registry import read_config
 from sparkdraft.text.reasoning import by_marks
-from sparkdraft.util.paths import user_path
+from sparkdraft.util.names import user_path
 from sparkdraft.weights.checkpoint import read_config_json
 from sparkdraft.weights.folder_files import read_chat_template
 from sparkdraft.weights.hub import portable_name

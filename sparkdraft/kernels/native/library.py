@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from sparkdraft.kernels.native import build
-from sparkdraft.util.cores import usable_cores
+from sparkdraft.util.this_machine import usable_cores
 
 _SIGNATURES = {
     "sd_set_threads": (c_int,),

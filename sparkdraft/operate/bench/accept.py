@@ -1,9 +1,8 @@
-"""Measures how many drafts the target accepts, by class of prompt, temperature and context, and the speed it brings.
+"""Measures how many drafts the target accepts, by class of prompt, temperature and context, and the speedup.
 
-Every class runs as one batch, and rows are the engine's own counts of its steps: 'all' is their sum, never a mean of
-means. Position k is scored where every draft before it was accepted; drafts after a rejected one say nothing. "No
-loops" counts only the steps before a response begins to repeat itself (text/repetition.py). prompts.jsonl was written
-for this project and is never trained on. cli/bench.py loads models and prints.
+The prompts of a class run as one batch. Counts are the engine's own; 'all' is their sum, never a mean of means.
+Position k is scored only where every draft before it was accepted. "No loops" counts the steps before a response begins
+to repeat itself (text/repetition.py). prompts.jsonl was written for this project and is never trained on.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TypeVar
 from sparkdraft.core import AUTO, SamplingParams, StepOutput
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
-from sparkdraft.operate.bench.perplexity import HELDOUT
+from sparkdraft.operate.bench.formats import HELDOUT
 from sparkdraft.speculation.stats import SpecStats
 from sparkdraft.text.repetition import LoopRule, loop_start
 from sparkdraft.util.plot import Line, Panel
@@ -56,15 +55,14 @@ class Row:
 
 @dataclass(slots=True)
 class Trace:
-    """One response as it is written, and its drafting steps in order."""
+    """A response as it is written, with its drafting steps in order."""
 
     ids: list[int] = field(default_factory=list)
     steps: list[tuple[int, str, int, int]] = field(default_factory=list)  # (anchor, source, drafted, accepted)
     counted: dict[str, list[int]] = field(default_factory=dict)  # source -> [drafted, accepted], so far
 
     def add(self, piece: StepOutput, counted: dict[str, list[int]]) -> None:
-        """Add a piece. Its step drafted if the request's own counts grew; the step's anchor is the last id written
-        before."""
+        """Add a piece. Its step drafted if the request's counts grew; the step's anchor is the last id before it."""
         for source, (drafted, accepted) in counted.items():
             was_drafted, was_accepted = self.counted.get(source, (0, 0))
             if drafted > was_drafted:
@@ -81,7 +79,7 @@ class Trace:
 
 @dataclass(slots=True)
 class Pace:
-    """The same prompts plainly and then with drafts, one stream: tokens after the first, and their seconds."""
+    """Tokens after the first and their seconds, of one stream without drafts and then with them."""
 
     prompts: int = 0
     same_text: int = 0  # prompts with the same text both times
@@ -102,7 +100,7 @@ Work = Callable[[list[list[int]], Done], Part]  # runs the prompts of one class
 
 
 def read_prompts(per_class: int) -> dict[str, list[str]]:
-    """Class -> its first prompts; 0: all of them."""
+    """Return the first prompts of each class; all of them for 0."""
     classes: dict[str, list[str]] = {}
     for entry in map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines()):
         classes.setdefault(entry["class"], []).append(entry["prompt"])
@@ -110,7 +108,7 @@ def read_prompts(per_class: int) -> dict[str, list[str]]:
 
 
 def chat_prompts(llm: LLM, prompts: Sequence[str], context: int = 0) -> list[list[int]]:
-    """Ids of each prompt in the chat template, after about 'context' tokens of ordinary text."""
+    """Apply the chat template to each prompt, after about 'context' tokens of ordinary text."""
     before = ""
     if context:
         ids = llm.tokenizer.encode(HELDOUT.read_text(encoding="utf-8"), add_special=False)
@@ -119,7 +117,7 @@ def chat_prompts(llm: LLM, prompts: Sequence[str], context: int = 0) -> list[lis
 
 
 def over_classes(work: Work[Part], classes: dict[str, list[list[int]]], progress: Progress) -> dict[str, Part]:
-    """The results of 'work' per class, then 'all', their sum."""
+    """Run 'work' on each class and add 'all', the sum of the results."""
     ended, total = 0, sum(map(len, classes.values()))
 
     def done(more: int) -> None:
@@ -158,7 +156,7 @@ def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Do
 
 
 def traced_step(engine: Engine, traces: dict[str, Trace]) -> list[StepOutput]:
-    """Run one step, and add it to the trace of each request, as its own statistics changed."""
+    """Run one step and add it to the requests' traces."""
     # a request that is admitted now drafts later
     running = {request.id: request for request in engine.scheduler.running}
     pieces = engine.step()
@@ -184,7 +182,7 @@ def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done)
 
 
 def decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
-    """The ids that one stream wrote, and the seconds from its first token to its last."""
+    """Return the ids that one stream writes, and the seconds from its first token to its last."""
     written, times = [], []
     for piece in llm.stream(ids, params):
         times.append(time.perf_counter())
@@ -211,7 +209,7 @@ def speed_table(paces: dict[str, Pace]) -> str:
 
 
 def bars(stats: SpecStats, width: int = 40) -> str:
-    """Acceptance by position as bars of text, each with the steps that reached it."""
+    """Draw acceptance by position as bars of text, each with the number of steps that reached it."""
     lines = ["position  accepted where reached"]
     for i, (rate, reached) in enumerate(zip(stats.per_position(), stats.per_position_reached, strict=True)):
         full, part = divmod(round((rate or 0.0) * width * 8), 8)
@@ -221,7 +219,7 @@ def bars(stats: SpecStats, width: int = 40) -> str:
 
 
 def panel(title: str, rows: dict[str, Row]) -> Panel:
-    """Acceptance by position, one line per class."""
+    """Draw acceptance by position, one line per class."""
     note = f"position of the draft (share accepted where reached; points of fewer than {FEW} steps left out)"
     return Panel(title, [_line(name, row.stats) for name, row in rows.items()], note, y_percent=True)
 

@@ -1,9 +1,8 @@
-"""Fixed depths of drafting against the depth that the engine chooses, by class of prompt and number of streams.
+"""Compares fixed draft depths with the depth that the engine chooses, by class of prompt and number of streams.
 
-All depths of a group of prompts run in turn, so that a machine that slows down slows all of them. Each depth runs for a
-few tokens before, at each number of streams, so that no recording or compiling is timed. Steps count while all streams
-of the group decode. With a synthetic acceptance (operate/bench/synthetic.py) the same table decides at every depth how
-many drafts are accepted, so a sweep can be drawn for any machine and any model's shape.
+All depths of a group of prompts run in turn, so that a machine that slows down slows all of them. Each runs a few
+tokens first, so that no compiling is timed. Only steps in which all streams decode count. With a synthetic acceptance
+(synthetic.py) the same outcomes apply at every depth, so a sweep works for any machine and any model's shape.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Cell:
 
     @property
     def rows(self) -> float:
-        """Rows per step and stream."""
+        """Verified tokens per step and stream."""
         return 1 + self.drafts / (self.steps * self.streams) if self.steps else 0.0
 
     def add(self, other: Cell) -> None:
@@ -76,7 +75,7 @@ class DepthBench:
             engine.warm_up()  # recordings keep the acceptance that they were made with
 
     def check(self, prompts: Sequence[list[int]], streams: int) -> None:
-        """Raises UserError if so many streams do not run at once: some would wait, and speeds would be of fewer."""
+        """Raise UserError if so many streams cannot run at once: some would wait, and speeds would be of fewer."""
         plan, longest = self.engine.plan, max(map(len, prompts))
         need = longest + self._max_tokens(self.output_len)
         asked = f"{streams} streams at once of a prompt of {longest} tokens and --output-len {self.output_len}"
@@ -90,7 +89,8 @@ class DepthBench:
             raise UserError(f"{asked} {held}: ask for fewer, or raise --kv-tokens")
 
     def sweep(self, prompts: Prompts, streams: Sequence[int], depths: Sequence[int], report: Report) -> list[Cell]:
-        """A cell per class, number of streams and depth, and 'all' for the sum of the classes. depths: 0 is first."""
+        """Return a cell per class, number of streams and depth, and 'all' for the sum of the classes. depths: the first
+        is 0."""
         cells: list[Cell] = []
         groups = [(kind, n, group) for n in streams for kind, ids in prompts.items() for group in _groups(ids, n)]
         warm = set[int]()
@@ -109,7 +109,7 @@ class DepthBench:
         return sorted(cells, key=lambda cell: (streams.index(cell.streams), cell.kind == ALL))  # stable
 
     def _run(self, kind: str, group: list[list[int]], depth: int, length: int) -> tuple[Cell, list[list[int]]]:
-        """length: tokens that every stream writes at least."""
+        """length: tokens that each stream writes at least."""
         engine, cell = self.engine, Cell(kind, len(group), depth, prompts=len(group))
         most = self._max_tokens(length)
         params = SamplingParams(most, temperature=self.temperature, seed=0, num_draft=depth, ignore_eos=True)
@@ -141,7 +141,7 @@ class DepthBench:
         return cell, list(texts.values())
 
     def _max_tokens(self, length: int) -> int:
-        """Of a stream; it may be ahead of the slowest."""
+        """The most tokens of a stream, which may be ahead of the slowest one."""
         return 2 * (length + self.engine.drafting.max_depth + 1)
 
     def _start(self, streams: int, depth: int) -> None:
@@ -169,7 +169,7 @@ class DepthBench:
 
 
 def read_user_prompts(path: Path) -> dict[str, list[str]]:
-    """Class -> prompts, of a file: JSON lines with "prompt" and, where wanted, "class", or one prompt per line."""
+    """Read prompts by class from a file: JSON lines with "prompt" and optionally "class", or one prompt per line."""
     classes: dict[str, list[str]] = {}
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # a line may hold other separators, such as U+2028
@@ -193,7 +193,7 @@ def read_user_prompts(path: Path) -> dict[str, list[str]]:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Tokens a second by depth; the best fixed depth, and what the engine's own choice reaches of it."""
+    """Tabulate tokens per second by depth, the best fixed depth, and the engine's own choice as a share of it."""
     depths = list(dict.fromkeys(cell.depth for cell in cells))
     heads = "".join(f"{'auto' if d == AUTO else d:>9}" for d in depths)
     lines = [f"streams  class     {heads}   best  auto / best  auto / plain  auto: rows  tokens"]
@@ -208,7 +208,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def panels(cells: Sequence[Cell], label: str) -> list[Panel]:
-    """Speed over plain by depth, a panel per number of streams; a dashed line is the engine's own choice."""
+    """Draw the speedup by depth, a panel per number of streams; dashed lines show the engine's own choice."""
     made = []
     for streams in dict.fromkeys(cell.streams for cell in cells):
         lines = []
@@ -224,7 +224,7 @@ def panels(cells: Sequence[Cell], label: str) -> list[Panel]:
 
 
 def _groups(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Groups of this many prompts; where they run out, the first ones come again."""
+    """Split the prompts into groups of this size; the last group is filled up from the first prompts."""
     num = max(-(-len(prompts) // size), 1)
     return [[prompts[(i * size + j) % len(prompts)] for j in range(size)] for i in range(num)]
 

@@ -1,8 +1,7 @@
-"""A long prompt that arrives while others decode: the gaps in their text meanwhile, and how much longer the prompt
-takes.
+"""Reads a long prompt while others decode: the gaps in their text, and how much longer the prompt takes.
 
-It runs through the engine, without a server: a gap is the time between two steps that gave a stream something. Prompts
-are read anew each time, so the prefix cache of the engine must be off.
+It runs the engine without a server. A gap is the time between two steps that gave a stream something. The prefix cache
+must be off, because each prompt must be read anew.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ QUESTION = "Which of these events came first?"
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Seconds between the pieces of all streams together."""
+    """Seconds between the outputs of each stream, over all streams."""
 
     seconds: list[float]
 
@@ -43,7 +42,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What happened while the prompt was read."""
+    """The time to the prompt's first token, and the gaps of the streams before and meanwhile."""
 
     first: float  # seconds to the prompt's first token
     before: Gaps
@@ -52,7 +51,7 @@ class Beside:
 
 class LongPrompt:
     def __init__(self, llm: LLM, streams: int = 8, prompt_len: int = 3800) -> None:
-        """prompt_len: tokens of ordinary text in the prompt; the template and a question are added to them."""
+        """prompt_len: tokens of ordinary text in the prompt; the template and a question come on top."""
         assert not llm.plan.prefix_cache, "the prompt would be found, not read"
         self.engine = llm.engine
         if streams >= llm.plan.max_seqs:
@@ -64,7 +63,7 @@ class LongPrompt:
         self.others = chat_prompts(llm, list(islice(cycle(read_prompts(0)["prose"]), streams)))
 
     def alone(self) -> float:
-        """Seconds to the prompt's first token in an engine that does nothing else."""
+        """Return the seconds to the prompt's first token in an engine that does nothing else."""
         begin, name = time.perf_counter(), self._add_prompt()
         while not any(output.request_id == name for output in self.engine.step()):
             pass
@@ -73,7 +72,7 @@ class LongPrompt:
         return seconds
 
     def beside(self) -> Beside:
-        """The same while the streams decode."""
+        """Measure the same while the streams decode."""
         room = self.engine.plan.max_model_len - max(map(len, self.others))
         params = SamplingParams(max_tokens=room, ignore_eos=True)
         watch = _Watch(self.engine, [self.engine.add(ids, params) for ids in self.others])
@@ -100,7 +99,7 @@ class LongPrompt:
 
 
 class _Watch:
-    """Steps an engine and notes when each stream got something."""
+    """Steps an engine and records when each stream got something."""
 
     def __init__(self, engine: Engine, names: list[str]) -> None:
         self.engine = engine
@@ -114,7 +113,7 @@ class _Watch:
         return min(self.written.values())
 
     def step(self) -> set[str]:
-        """Returns the requests that got something. Raises UserError if a stream ended, or had to wait for memory."""
+        """Return the requests that got something. Raises UserError if a stream ended or had to wait for memory."""
         outputs, now = self.engine.step(), time.perf_counter()
         ended = any(output.finish and output.request_id in self.last for output in outputs)
         if ended or self.engine.scheduler.num_preempted > self._preempted:
@@ -134,7 +133,7 @@ class _Watch:
 
 
 def summary(alone: list[float], beside: list[Beside], target: float, prompt_tokens: int) -> dict[str, Any]:
-    """The figures of one benchmark: medians over its runs, and the largest gap of all runs."""
+    """Return medians over the runs, and the largest gap of all runs."""
     before, during = (Gaps([gap for each in kind for gap in each.seconds]) for kind in _both(beside))
     first_alone, first_beside = statistics.median(alone), statistics.median(each.first for each in beside)
     return {

@@ -1,21 +1,22 @@
-"""Decode and prefill speed through the real engine, against the machine's measured memory bandwidth.
+"""Decode and prefill speed of the real engine, as a share of what the memory's bandwidth allows.
 
-A decode step must read every weight and the K/V of every sequence once, the drafter's too where it drafts, so bytes
-over bandwidth is a floor that no engine passes; speed is reported as a share of it. Of a mixture of experts it reads
-those that its rows are sent to: that many are counted as rows reach that choose independently, as rows of random ids
-do. Prompts are random ids, so nothing repeats and no prefix is found. What a random drafter's drafts are worth
-synthetic.py says, where time goes profile.py, and what whole requests come to offline_throughput.py.
+A decode step reads every weight and the K/V of every sequence once, and the drafter's if it drafts. Those bytes over
+the measured bandwidth are a lower bound (the floor) for the time of a step. For a mixture of experts the floor counts
+the experts that independently routed tokens would reach. Prompts are random ids, so the prefix cache finds nothing.
+Drafts of random weights are accepted as synthetic.py says; profile.py shows where the time goes.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.offline_throughput import throughput
 from sparkdraft.operate.bench.profile import Parts, Profile, recorder, summary, timed_parts
 from sparkdraft.operate.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSampler
-from sparkdraft.operate.forecast.bandwidth import matmul_rate, memory_bandwidth, wait
+from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth, wait
+from sparkdraft.operate.instrument import replaced
 from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.resolve import Plan
 
@@ -60,7 +61,7 @@ class Ceilings:
 
 @dataclass(slots=True)
 class Pass:
-    """One run of equal requests. Steps count while all of them decode."""
+    """A run of equal requests. Only steps in which all of them decode count."""
 
     prefill: float = 0.0  # seconds until each had its first id
     steps: list[float] = field(default_factory=list)  # seconds
@@ -71,7 +72,7 @@ class Pass:
 
     @property
     def step(self) -> float:
-        """Seconds per step. Plain steps are alike: their median. Drafted steps are not: their mean."""
+        """Seconds per step: the median of plain steps, which are alike, and the mean of drafted ones, which are not."""
         return statistics.fmean(self.steps) if self.drafts else statistics.median(self.steps)
 
     @property
@@ -130,7 +131,7 @@ class Bench:
     def __init__(
         self, engine: Engine, model: ModelConfig, ceilings: Ceilings, acceptance: Acceptance | None = None
     ) -> None:
-        """acceptance: of drafts, in place of the target's own decision."""
+        """acceptance: imposed on drafts in place of the target's own decisions."""
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
@@ -140,12 +141,9 @@ class Bench:
             engine.warm_up()
 
     def measure(self, load: Load, report: Report, profiled: bool = False) -> tuple[Row, Profile | None]:
-        """Warm up, measure, then see where the time goes: three or four passes over the same prompts, and one over
-        whole requests.
-
-        Drafted steps observe as many rows as were committed, and each number of rows is a shape to be recorded. The
-        warm-up is the same run, to the last accepted draft, so that the measured pass finds all of them recorded.
-        """
+        """Warm up, measure, and see where the time goes: three or four passes over the same prompts, and one over whole
+        requests. The number of tokens that a drafted step observes varies, and each number is a shape to capture. The
+        warm-up is the same run, to the last accepted draft, so the measured pass finds every shape captured."""
         steps, device = self.num_steps(load), self.engine.plan.device
         short, warm = min(steps, SHORT), steps if self.engine.drafting.max_depth else min(steps, WARM_STEPS)
         progress = Counted(report, warm + steps + short + (short if profiled else 0))
@@ -169,39 +167,37 @@ class Bench:
         return self._run(load, self.num_steps(load))
 
     def memory(self) -> Memory | None:
-        """The planned memory of a GPU and what was taken so far; None on a CPU, whose memory is shared with everything
-        else."""
+        """Return the planned memory of a GPU and the memory used so far; None on a CPU."""
         if self.engine.plan.device != "cuda":
             return None
         return Memory(self.engine.plan.memory, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
     def num_steps(self, load: Load) -> int:
-        """Decode steps at most; with a synthetic acceptance, those that write output_len ids on average."""
+        """The number of decode steps; with a synthetic acceptance, those that write output_len ids on average."""
         return self.acceptance.steps(load.output_len) if self.acceptance else load.output_len
 
     @property
     def counts_experts(self) -> bool:
-        """Whether the floor stands on how many experts the rows reach."""
+        """Whether the floor depends on how many experts the tokens reach."""
         return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.model.layers)
 
     def check(self, load: Load) -> None:
-        """Raises UserError for a load that this engine has no room for."""
+        """Raise UserError for a load that this engine has no room for."""
         check_load(self.engine.plan, load, self.engine.drafting.max_depth)
 
     # ---- a pass
 
     @contextmanager
     def _host_driven(self) -> Iterator[bool]:
-        """Overlapped steps are one launch each. To time their parts, the host runs steps within this. Yields whether
-        they would have been overlapped."""
-        overlap, self.engine.overlap = self.engine.overlap, None
-        yield overlap is not None
-        self.engine.overlap = overlap
+        """Run steps one by one on the host, to time their parts. Yields whether they would have been overlapped."""
+        overlap = self.engine.overlap
+        with replaced((self.engine, "overlap", None)):
+            yield overlap is not None
 
     def _run(
         self, load: Load, steps: int, progress: Counted | None = None, around: AbstractContextManager[Any] | None = None
     ) -> Pass:
-        """Run all streams from empty until 'steps' decode steps are done; 'around' is entered for those steps alone."""
+        """Run all streams from empty until 'steps' decode steps are done; 'around' is entered for those alone."""
         result, names = Pass(), self._add(load)
         result.prefill = self._prompts(set(names))
         self.engine.step()  # its drafter observes what was written while the last prompts ran
@@ -232,7 +228,8 @@ class Bench:
         return max_tokens(self.engine.plan, load, self.engine.drafting.max_depth)
 
     def _prompts(self, waiting: set[str]) -> float:
-        """Seconds until each stream has its first id. No stream drafts meanwhile, because prompts are timed."""
+        """Return the seconds until each stream has its first id. No stream drafts meanwhile, because prompts are
+        timed."""
         drafting, begin = self.engine.drafting, time.perf_counter()
         depth, drafting.default = drafting.default, 0
         while waiting:
@@ -272,7 +269,8 @@ class Bench:
             given.stop()
 
     def _num_drafted(self) -> tuple[int, int, int]:
-        """So far, of all streams: ids that were drafted, steps in which the drafter drafted, and its own ids."""
+        """Return the counts so far, over all streams: drafted ids, steps in which the drafter drafted, and its own
+        ids."""
         stats = self.engine.drafting.so_far()
         return stats.num_draft_tokens, *stats.by_drafter
 
@@ -310,16 +308,16 @@ class Bench:
         )
 
     def prompt_operations(self, load: Load) -> float:
-        """Operations of all prompts: each row times the layers' weights, and its attention over the keys before it."""
+        """Operations of all prompts: every token times the layers' weights, and attention over the keys before it."""
         model, rows = self.model, load.streams * load.prompt_len
         return rows * model_sizes(model).operations(keys=load.prompt_len / 2)  # keys: their average number
 
     def floor_bytes(
         self, load: Load, drafted: float = 0.0, drafts: float = 0.0, depth: float = 1.0
     ) -> dict[str, float]:
-        """What a step must read, by what it is. Heads count as read by both: a drafter's pass is over before the
-        target's begins. drafted: share of steps in which the drafter drafts. drafts: ids that a stream verifies per
-        step. depth: ids that the drafter drafts where it does; a chain makes a pass for each."""
+        """Return the bytes that a step must read, by kind. The head counts for target and drafter, which read it one
+        after the other. drafted: share of steps in which the drafter drafts. drafts: ids that a stream verifies per
+        step. depth: ids that the drafter drafts where it does; a chain makes one pass per id."""
         runner, drafting = self.engine.runner, self.engine.drafting
         context = load.prompt_len + load.output_len // 2
         read = {"target": runner.model.nbytes(load.streams * (1 + drafts))}
@@ -347,14 +345,14 @@ class Counted:
 
 
 def max_tokens(plan: Plan, load: Load, deepest: int) -> int:
-    """More than is measured: drafts are dropped at the end of an output, and all measured steps must be alike."""
+    """The output length to ask for: more than is measured, because drafts are dropped near the end of an output."""
     # that the first stream may write while the last one's prompt still runs
     head_start = 1 + load.streams * load.prompt_len // max(plan.max_rows - load.streams, 1)
     return load.output_len + head_start + 4 * (deepest + 1)
 
 
 def check_load(plan: Plan, load: Load, deepest: int = 0) -> None:
-    """Raises UserError for a load that an engine of this plan has no room for. deepest: drafts per step."""
+    """Raise UserError for a load that an engine of this plan has no room for. deepest: drafts per step."""
     context = load.prompt_len + max_tokens(plan, load, deepest)
     asked = f"{load.streams} streams of {load.prompt_len} tokens and {load.output_len} of output"
     if context > plan.max_model_len:
@@ -365,3 +363,78 @@ def check_load(plan: Plan, load: Load, deepest: int = 0) -> None:
     if load.streams * context > room:
         need = f"need a KV cache of {load.streams * context} tokens; this one holds {room}"
         raise UserError(f"{asked} {need}: raise --kv-tokens")
+
+
+# ---- whole requests
+#
+# A fixed number of requests runs at once, the next begins when one ends, and prompts count in the time. A server is
+# loaded in this way, and `vllm bench throughput` counts so too.
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    requests: int
+    tokens: int  # tokens written
+    seconds: float
+    first: list[float]  # seconds from each request's beginning to its first token
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def throughput(engine: Engine, requests: Iterable[tuple[list[int], SamplingParams]], streams: int) -> Throughput:
+    """Run the requests, 'streams' at once, in an otherwise idle engine. The iterable is read as requests begin."""
+    coming, running, tokens = iter(requests), set[str](), 0
+    began, first = dict[str, float](), dict[str, float]()
+    begin = time.perf_counter()
+    while True:
+        for prompt, params in islice(coming, streams - len(running)):
+            name = engine.add(prompt, params)
+            running.add(name)
+            began[name] = time.perf_counter()
+        if not running:
+            seconds = [first[name] - began[name] for name in began]
+            return Throughput(len(began), tokens, time.perf_counter() - begin, seconds)
+        for output in engine.step():
+            tokens += len(output.ids)
+            first.setdefault(output.request_id, time.perf_counter())
+            if output.finish:
+                running.discard(output.request_id)
+
+
+# ---- decode speed alone, for comparisons of formats
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    streams: int
+    context: int
+    decode_tok_s: float  # all streams together
+    step_ms: float  # median
+    floor_ms: float  # bytes that a step reads, including the format's own K/V, over measured bandwidth
+    share: float  # floor over measured
+    prefill_tok_s: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+class DecodeBench(Bench):
+    def decode(self, load: Load, report: Report) -> Speed:
+        warm = min(load.output_len, WARM_STEPS)
+        progress = Counted(report, warm + load.output_len)
+        report(0, progress.total)
+        self._run(load, warm, progress)
+        measured = self._run(load, load.output_len)
+        step, floor = statistics.median(measured.steps), sum(self.floor_bytes(load).values()) / self.ceilings.bandwidth
+        tokens, prompts = measured.tokens / len(measured.steps), load.streams * load.prompt_len
+        speeds = (tokens / step, step * 1e3, floor * 1e3, floor / step, prompts / measured.prefill)
+        return Speed(load.streams, load.prompt_len, *speeds)
+
+
+def release(device: str) -> None:
+    """Free the memory of an unused engine, so that the next one plans with all free memory."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

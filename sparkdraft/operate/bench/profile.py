@@ -1,8 +1,7 @@
 """Where a decode step's time goes: its parts, its most expensive kernels, and the gaps in which the device was idle.
 
-Parts are timed from outside, by replacing methods of the engine with ones that wait for the device after each part.
-Kernels and gaps come from torch.profiler. Both disturb what they measure, so they run in separate passes; the reported
-speed is offline.py's, which is measured without any of this.
+Parts are timed by waiting for the device after each of them; kernels and gaps come from torch.profiler. Both disturb
+the speed, so they run in passes of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from sparkdraft.core import Batch
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
-from sparkdraft.operate.forecast.bandwidth import wait
+from sparkdraft.operate.forecast.rates import wait
+from sparkdraft.operate.instrument import replaced
 
 MOST = 10  # rows per table
 WIDTH = 56  # characters of a kernel's name: some are longer than a screen
@@ -38,14 +38,14 @@ UNSEEN = {
 
 @dataclass(slots=True)
 class Parts:
-    """Seconds of the steps so far. All else is the rest: scheduling, committing, observing at block borders."""
+    """Seconds spent in parts of the steps. The rest is scheduling, committing, and observing at block borders."""
 
     draft: float = 0.0  # proposing drafts
     target: float = 0.0  # running the target and sampling, until the ids can be read
 
 
 class TimedSampler:
-    """A sampler that waits for its own result, as the engine would a moment later."""
+    """Waits for the sampler's result at once, as the engine would a moment later."""
 
     def __init__(self, inner: Sampler, device: str, parts: Parts) -> None:
         self.inner, self.device, self.parts = inner, device, parts
@@ -63,9 +63,9 @@ class TimedSampler:
 
 @contextmanager
 def timed_parts(engine: Engine, parts: Parts) -> Iterator[None]:
-    """Within it, the engine's steps are timed into 'parts'."""
-    device, sampler = engine.plan.device, engine.sampler
-    timed = TimedSampler(sampler, device, parts)
+    """Times the engine's steps into 'parts'."""
+    device = engine.plan.device
+    timed = TimedSampler(engine.sampler, device, parts)
     propose, run = engine.drafting.propose, engine.runner.run
 
     def timed_propose(batch: Batch) -> None:
@@ -79,16 +79,13 @@ def timed_parts(engine: Engine, parts: Parts) -> Iterator[None]:
         timed.begin = time.perf_counter()
         return run(batch)
 
-    replaced = {(engine.drafting, "propose"): timed_propose, (engine.runner, "run"): timed_run}
-    for (part, name), stand_in in replaced.items():
-        setattr(part, name, stand_in)
-    setattr(engine, "sampler", timed)  # noqa: B010  it is no Sampler by type, only by behaviour
-    try:
+    stand_ins = (
+        (engine.drafting, "propose", timed_propose),
+        (engine.runner, "run", timed_run),
+        (engine, "sampler", timed),
+    )
+    with replaced(*stand_ins):
         yield
-    finally:
-        engine.sampler = sampler
-        for part, name in replaced:
-            delattr(part, name)  # back to the class's own method
 
 
 # ---- kernels and gaps
@@ -96,7 +93,7 @@ def timed_parts(engine: Engine, parts: Parts) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One run of a kernel; on a CPU of an operator, which may contain others."""
+    """A run of a kernel, or on a CPU of an operator, which may contain others."""
 
     name: str
     start: float  # microseconds
@@ -155,13 +152,13 @@ class Profile:
 
 
 def recorder(device: str) -> profile:
-    """Kernels only on a GPU, operators only on a CPU: each further activity slows the host down."""
+    """Record kernels on a GPU, operators on a CPU: each further activity slows the host down."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints on standard error that it starts and stops
     return profile(activities=[ACTIVITY[device]], acc_events=True)
 
 
 def summary(profiler: profile, kernels: str, seconds: list[float]) -> Profile:
-    """The profile of recorded steps, given the seconds of each. kernels: their module, as a plan names it."""
+    """Summarise recorded steps. seconds: of each. kernels: their module, as a plan names it."""
     spans = list(_spans(profiler, DeviceType.CUDA if kernels == "cuda" else DeviceType.CPU))
     found = Profile(len(seconds), sum(seconds) * 1e6, note="" if spans and kernels != "native" else UNSEEN[kernels])
     found.kernels = most_expensive(spans)
@@ -185,7 +182,7 @@ def most_expensive(spans: Iterable[Span]) -> list[Cost]:
 
 
 def find_gaps(spans: Iterable[Span]) -> tuple[float, list[Cost]]:
-    """(microseconds in which at least one ran, the largest idle times, summed per pair of kernels around them)."""
+    """Return (microseconds in which at least one ran, the largest idle times by the pair of kernels around them)."""
     busy, gaps, last = 0.0, dict[tuple[str, str], Cost](), None
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
         reached = last.end if last else span.start

@@ -1,18 +1,15 @@
-"""A given acceptance of drafts: a drafter with random weights agrees with no target, but drafted speed needs a figure.
+"""Imposes a given acceptance on drafts, so that drafted speed can be measured with random weights.
 
-Each draft is accepted with one probability if the drafts before it were (a truncated geometric distribution), chosen so
-that the mean length is the one asked for. How many drafts of each step are accepted is drawn once, as a table of steps
-and streams. All real work is still done: the sampler samples, and then its result is replaced.
+Each draft is accepted with one probability if all before it were (a truncated geometric distribution) that gives the
+mean length asked for. The outcomes of all steps are drawn beforehand. All real work is still done: the sampler samples,
+and its result is then replaced. Two more things are replaced, because random weights would spoil them:
 
-The ids of drafts are replaced too (`spread`). Random weights draft one id again and again, and rows of one id reach the
-same experts, so that a model with experts would read far fewer of them than it does for text.
+- The drafts' ids (`spread`). Random weights draft one id again and again, and equal ids reach the same experts, so a
+  model with experts would read too few of them.
+- The drafter's confidence, which decides where blocks are cut: it follows from the probability.
 
-How sure the drafter is of its drafts (engine/sampler.py) is replaced as well, because random weights are sure of
-nothing, and blocks would be cut for it: the drafter is as sure as the one probability says.
-
-Real blocks are not all alike: some are right to their end, and the drafter knows of many that they are not. A varied
-acceptance draws them so, with the gaps that a drafter would give, and so it shows what cutting them brings. How much
-they vary was measured on 3915 blocks of the embedded drafter (tests/speculation/drafted_blocks.npz).
+VariedAcceptance draws blocks that differ as real ones do, with confidences to match, and so shows what cutting them
+gains. Its constants were fitted to 3915 blocks of the embedded drafter (tests/speculation/drafted_blocks.npz).
 """
 
 from __future__ import annotations
@@ -49,21 +46,21 @@ DRAWN_PER_BLOCK = 16  # blocks drawn for each that is taken, so that those taken
 
 
 class Outcomes(NamedTuple):
-    """What becomes of the drafts of each step and stream."""
+    """How many drafts are accepted in each step and stream, and the drafter's confidence in each."""
 
     accepted: Table  # [steps, streams]
     gaps: NDArray[np.float32]  # [steps, streams, depth]: how sure the drafter is said to be of each
 
     @staticmethod
     def joined(parts: Sequence[Outcomes], steps: int) -> Outcomes:
-        """One after the other, so many at most."""
+        """Concatenate outcomes and keep so many steps."""
         accepted, gaps = zip(*parts, strict=True)
         return Outcomes(np.concatenate(accepted)[:steps], np.concatenate(gaps)[:steps])
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The random process. A length counts the accepted drafts and the id that the target adds."""
+    """The random process. A length counts the accepted drafts and the target's own id."""
 
     length: float
     depth: int  # drafts per step
@@ -88,21 +85,19 @@ class Acceptance:
 
     @property
     def gap(self) -> float:
-        """How sure a drafter is that knows this probability of its drafts, and nothing else about them."""
+        """The confidence of a drafter that knows only this probability."""
         p = min(max(self.p, 1 - MOST_SURE), MOST_SURE)
         return min(max((math.log(p / (1 - p)) - BASE) / SLOPE, -WIDEST), WIDEST)
 
     def steps(self, tokens: int) -> int:
-        """Steps that write at least this many tokens, on average."""
+        """Return the steps that write at least this many tokens on average."""
         return -int(-tokens // self.length)
 
     def table(self, steps: int, streams: int, seed: int = 0) -> Table:
-        """Accepted drafts, int32 [steps, streams], whose mean is close to the one asked for, however few they are.
-
-        Forty independent draws of a length of 6.5 are off by 12 % in one run of three. So each of steps * streams equal
-        slices of the distribution is drawn from once, and each stream has one slice of every 'streams' neighbours: its
-        sum is never off by more than 'depth'.
-        """
+        """Draw the accepted drafts, int32 [steps, streams], with a mean close to the one asked for even for few steps.
+        Forty independent draws of a length of 6.5 are off by 12 % in one run of three. So the distribution is cut into
+        steps * streams equal slices and each is drawn from once. Each stream gets one of every 'streams' neighbouring
+        slices, so its sum is off by at most 'depth'."""
         dice = np.random.default_rng(seed)
         coarse = dice.permuted(np.tile(np.arange(steps), (streams, 1)), axis=1)  # [streams, steps]
         fine = dice.permuted(np.tile(np.arange(streams), (steps, 1)), axis=1)  # [slices, streams]
@@ -124,11 +119,11 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class VariedAcceptance(Acceptance):
-    """Blocks that differ as real ones do. The length is the mean of whole blocks."""
+    """Blocks that differ as real ones do. The length is the mean of uncut blocks."""
 
     @cached_property
     def shift(self) -> float:
-        """What makes the mean that of the length asked for."""
+        """The shift of all confidences that gives the mean length asked for."""
         low, high = -60.0, 60.0
         for _ in range(30):
             middle = (low + high) / 2
@@ -137,8 +132,8 @@ class VariedAcceptance(Acceptance):
         return (low + high) / 2
 
     def outcomes(self, steps: int, streams: int, seed: int = 0) -> Outcomes:
-        """Of more blocks than are needed, in the order of their accepted drafts, every so many: their mean is close to
-        the one asked for, however few they are. Of 'streams' neighbours each stream has one, as in `table`."""
+        """Draw more blocks than needed, sort them by accepted drafts and take every n-th, so that the mean is close to
+        the one asked for even for few steps. Each stream gets one of 'streams' neighbours, as in `table`."""
         dice, count = np.random.default_rng(seed), steps * streams
         gaps, accepted = self._draw(count * DRAWN_PER_BLOCK, dice, self.shift)
         order = dice.permutation(len(accepted))
@@ -154,7 +149,7 @@ class VariedAcceptance(Acceptance):
         )
 
     def _draw(self, count: int, dice: np.random.Generator, shift: float) -> tuple[NDArray[np.float32], Table]:
-        """Gaps [count, depth], and the number of drafts that are accepted."""
+        """Return the gaps [count, depth] and the number of accepted drafts."""
         mean = shift - FALL * np.arange(self.depth) / 14
         block = dice.normal(0, BLOCK_DEVIATION, (count, 1))
         gaps = np.clip(mean + block + dice.normal(0, DRAFT_DEVIATION, (count, self.depth)), -WIDEST, WIDEST)
@@ -163,7 +158,7 @@ class VariedAcceptance(Acceptance):
 
 
 def spread(propose: Propose, vocab_size: int) -> Propose:
-    """Drafts whose ids differ from row to row, from stream to stream and from step to step."""
+    """Wrap 'propose' so that the ids of drafts differ by token, stream and step."""
 
     def proposed(anchors: Anchors, depth: int, pick: Pick) -> Tensor:
         ids, length = propose(anchors, depth, pick), anchors.length
@@ -185,7 +180,7 @@ class SyntheticSampler(Sampler):
 
     @staticmethod
     def install(engine: Engine) -> SyntheticSampler:
-        """Replace the engine's sampler by one."""
+        """Replace the engine's sampler."""
         old = engine.sampler
         new = engine.sampler = SyntheticSampler(old.vocab_size, old.eos_ids, old.device, old.ops)
         new.stop()
@@ -196,7 +191,7 @@ class SyntheticSampler(Sampler):
         return new
 
     def start(self, outcomes: Outcomes) -> None:
-        """Use these from the next step on; each step takes one row."""
+        """Use these outcomes from the next step on, one row per step."""
         self._outcomes: Outcomes | None = outcomes
         self.num_applied = 0
 
@@ -204,7 +199,7 @@ class SyntheticSampler(Sampler):
         self._outcomes, self.num_applied = None, 0
 
     def gaps(self, works: list[Work], running: list[Request]) -> list[list[float]] | None:
-        """How sure the drafter is said to be of the drafts that it makes for these; None: as it is."""
+        """The imposed confidence in the drafts that come next; None: the drafter's own."""
         if self._outcomes is None or self.num_applied >= len(self._outcomes.gaps):
             return None
         given = self._outcomes.gaps
@@ -221,7 +216,7 @@ class SyntheticSampler(Sampler):
 
 
 class SyntheticLanes:
-    """The same for overlapped steps: the device reads what becomes of drafts, step by step."""
+    """The same for overlapped steps: the device reads the outcomes, step by step."""
 
     def __init__(self, lanes: Lanes, acceptance: Acceptance) -> None:
         device, lane = lanes.device, (TABLE_ROWS, lanes.plan.max_seqs)
@@ -260,7 +255,8 @@ class SyntheticLanes:
 
 @dataclass(frozen=True, slots=True)
 class Overruled:
-    """Replaces the sampled ids. Reading it waits for the device exactly as reading them does."""
+    """The sampled ids with accepted drafts in their place. Reading them waits for the device, as reading the samples
+    does."""
 
     ids: Tensor  # int64 [rows], on the device
     given: list[tuple[int, Sequence[int], int]]  # (first row, drafts, number of accepted drafts) of each request
@@ -276,6 +272,6 @@ class Overruled:
 
 
 def spans(rows: Sequence[SampleRow]) -> list[tuple[int, int]]:
-    """(first row, row after the last) of each request; none for a prompt chunk that is not its last."""
+    """Return (first row, row after the last) of each request; none for a prompt chunk that is not its last."""
     firsts = [i for i, row in enumerate(rows) if not row.ahead]
     return list(pairwise([*firsts, len(rows)]))

@@ -1,4 +1,4 @@
-"""What a probe finds, and the parts of a server that a finding can switch off."""
+"""What a probe finds, and the parts of a server that can be switched off because of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Finding:
 
 
 class Failed(Exception):
-    """Raised by a probe; the message says what was seen and what should have been."""
+    """Raised by a probe; the message says what was seen and what was expected."""
 
 
 class Skipped(Exception):
@@ -39,7 +39,7 @@ def failures(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def summary(findings: Sequence[Mapping[str, Any]]) -> str:
-    """In one line, of findings as dicts: '5 passed, 2 skipped in 2.3 s', and what failed by name."""
+    """Summarise findings (as dicts) in one line: '5 passed, 2 skipped in 2.3 s', and failed probes by name."""
     counts = Counter(finding["status"] for finding in findings)
     failed = [finding["probe"] for finding in findings if finding["status"] == FAILED]
     said = ", ".join(f"{counts[status]} {status}" for status in (PASSED, FAILED, SKIPPED) if counts[status])
@@ -47,7 +47,7 @@ def summary(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(findings: Iterable[Finding]) -> str:
-    """For people: a line per finding."""
+    """Format a line per finding."""
     rows = list(findings)
     width = max((len(row.probe) for row in rows), default=0)
     return "\n".join(f"{row.status:7}  {row.probe:{width}}  {row.seconds:5.1f} s  {row.detail}" for row in rows)

@@ -1,8 +1,7 @@
-"""Probes of any OpenAI-compatible server over HTTP: what a client cannot see in a single answer.
+"""Probes any OpenAI-compatible server over HTTP for what a client cannot see in a single answer.
 
-Each probe sends a few short requests and raises Failed if an answer cannot be trusted: a call that came back as text,
-another model behind the same name, answers that change although nothing was left to chance, a stream that stalls, and
-counts of tokens that cannot be. http_client.py sends the requests.
+A probe fails for a tool call that comes back as text, another model behind the same name, answers that change at
+temperature 0, a stream that stalls, or token counts that cannot be right.
 """
 
 from __future__ import annotations
@@ -11,12 +10,154 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
+
+from sparkdraft.core import UserError
 from sparkdraft.operate.canary.findings import FAILED, PASSED, SKIPPED, Failed, Finding, Skipped
-from sparkdraft.operate.canary.http_client import Refused, Server, Unreachable
-from sparkdraft.operate.canary.tool_call import ASKED, CITY, NAME, TOOL
+from sparkdraft.operate.canary.probes import ASKED, CITY, NAME, TOOL
+from sparkdraft.util.sse import lines_of
+
+Messages = list[dict[str, Any]]
+FIXED = {"temperature": 0, "seed": 1}  # nothing is left to chance
+
+
+class Refused(Exception):
+    """Raised for an error that the server answered; the message has the status and the text."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        super().__init__(f"status {response.status_code}: {response.text[:200]}")
+        self.not_offered = response.status_code in (400, 422)  # the request asks for what the server does not have
+
+
+class Unreachable(Exception):
+    """Raised where no readable answer came."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """A stream as it arrived. Times are of time.monotonic()."""
+
+    began: float
+    times: list[float] = field(default_factory=list)  # of the chunks with text or a part of a call
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: str = ""
+    usage: dict[str, Any] | None = None
+    done: bool = False  # whether the last event came
+    broken: str = ""  # why it broke off
+
+    def take(self, chunk: dict[str, Any], now: float) -> None:
+        if error := chunk.get("error"):
+            said = error.get("message") if isinstance(error, dict) else error
+            self.broken = self.broken or f"the server sent an error: {str(said)[:200]}"
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            self.finish = choice.get("finish_reason") or self.finish
+            thoughts = delta.get("reasoning_content") or delta.get("reasoning")
+            if delta.get("content") or delta.get("tool_calls") or thoughts:
+                self.times.append(now)
+            self.text += delta.get("content") or ""
+            for part in delta.get("tool_calls") or ():
+                self._add_call(part)
+
+    def _add_call(self, part: dict[str, Any]) -> None:
+        index, given = part.get("index", 0), part.get("function") or {}
+        while len(self.calls) <= index:
+            self.calls.append({"function": {"name": "", "arguments": ""}})
+        function = self.calls[index]["function"]
+        function["name"] += given.get("name") or ""
+        function["arguments"] += given.get("arguments") or ""
+
+
+class Server:
+    """A server at an address. `open` first: it finds the model's name."""
+
+    def __init__(self, url: str, api_key: str = "", model: str = "", timeout: float = 60.0) -> None:
+        """timeout: seconds without a byte after which a request is given up."""
+        root = url.rstrip("/").removesuffix("/v1")
+        if urlsplit(root).scheme not in ("http", "https") or not urlsplit(root).netloc:
+            raise UserError(f"--url is '{url}'; it must be an address such as http://127.0.0.1:8000")
+        self.root, self.model = root, model
+        self.aliases: list[str] = []  # other names that the server says mean the same model
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        local = urlsplit(root).hostname in ("localhost", "127.0.0.1", "::1")
+        limits = httpx.Timeout(timeout, connect=10.0)
+        self._http = httpx.Client(headers=headers, timeout=limits, trust_env=not local)
+
+    def open(self) -> None:
+        """Find the model's name. Raises UserError if the server cannot be reached."""
+        try:
+            names = self.models()
+        except (Refused, Unreachable) as error:
+            if not self.model:
+                raise UserError(f"{self.root} does not list its models ({error}); name one with --model") from None
+            return
+        if not self.model and not names:
+            raise UserError(f"{self.root} lists no model; name one with --model")
+        self.model = self.model or names[0]
+
+    def models(self) -> list[str]:
+        """Return the models that the server lists. Those that share the model's `root` are its aliases."""
+        listed = self._json("GET", "/v1/models").get("data") or []
+        roots = {entry.get("id"): entry.get("root") for entry in listed if isinstance(entry, dict)}
+        own = roots.get(self.model)
+        self.aliases = [str(name) for name, root in roots.items() if own is not None and root == own]
+        return [str(name) for name in roots]
+
+    def chat(self, messages: Messages, **more: Any) -> dict[str, Any]:
+        answer = self._json("POST", "/v1/chat/completions", self._body(messages, more))
+        if not answer.get("choices"):
+            raise Unreachable(f"the answer has no choices: {json.dumps(answer)[:100]}")
+        return answer
+
+    def stream(self, messages: Messages, **more: Any) -> Stream:
+        """Read a stream to its end, or until it breaks off."""
+        body, stream = self._body(messages, more) | {"stream": True}, Stream(time.monotonic())
+        try:
+            with self._http.stream("POST", self.root + "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise Refused(response)
+                for line in lines_of(response):
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or not data:
+                        continue
+                    if data == "[DONE]":
+                        stream.done = True
+                        break
+                    stream.take(json.loads(data), time.monotonic())
+        except httpx.TimeoutException:
+            stream.broken = f"nothing came for {self._http.timeout.read:.0f} s"
+        except (httpx.HTTPError, ValueError) as error:
+            stream.broken = f"{type(error).__name__}: {error}"
+        return stream
+
+    def _body(self, messages: Messages, more: dict[str, Any]) -> dict[str, Any]:
+        return {"model": self.model, "messages": messages, **FIXED, **more}
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, self.root + path, json=body)
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{type(error).__name__}: {error}") from None
+        if response.status_code != 200:
+            raise Refused(response)
+        try:
+            value = response.json()
+        except ValueError:
+            raise Unreachable(f"the answer is not JSON: {response.text[:100]!r}") from None
+        if not isinstance(value, dict):
+            raise Unreachable(f"the answer is not a JSON object: {response.text[:100]!r}")
+        return value
+
+
+# ---- probes, each of a few short requests
 
 COUNT = {"role": "user", "content": "Count from 1 to 30 in words, separated by commas."}
 PART = "The river is wide here and the ferry is slow. "
@@ -32,7 +173,7 @@ MARKS = ("<tool_call", "<function", '"name"', "[TOOL_CALLS]", "<|python_tag|>", 
 
 
 def names_agree(server: Server) -> str:
-    """The answer comes from the model that was asked."""
+    """The answer must come from the model that was asked."""
     names = server.models()
     answers = [server.chat([ASKED], max_tokens=4)["model"] for _ in range(2)]
     for name in answers:
@@ -44,7 +185,7 @@ def names_agree(server: Server) -> str:
 
 
 def answers_repeat(server: Server) -> str:
-    """Where nothing is left to chance, the same question has the same answer from the same server."""
+    """At temperature 0 the same question must get the same answer."""
     answers = [server.chat([COUNT], max_tokens=TOKENS) for _ in range(4)]
     prints = {answer.get("system_fingerprint") for answer in answers}
     if len(prints) > 1:
@@ -62,7 +203,7 @@ def answers_repeat(server: Server) -> str:
 
 
 def call_is_a_call(server: Server) -> str:
-    """A tool call comes back as a call, whole and in a stream."""
+    """A tool call must come back as a call, whole and in a stream."""
     forced: dict[str, Any] = {"tools": [STRICT], "tool_choice": "required", "max_tokens": 128}
     try:
         answer, how = server.chat([ASKED], **forced), "a required call"
@@ -86,8 +227,8 @@ def call_is_a_call(server: Server) -> str:
 
 
 def _auto_call(server: Server) -> dict[str, Any]:
-    """For servers that know no tool_choice "required": whether the model calls is its own choice. One that refuses
-    tools altogether, as vLLM does without a parser, was not set up for them; it shows no call as text."""
+    """Probe servers that know no tool_choice "required": there the model decides whether it calls. A server that
+    refuses tools altogether, as vLLM does without a parser, shows no call as text."""
     try:
         answer = server.chat([ASKED], tools=[TOOL], max_tokens=128)
     except Refused as reason:
@@ -122,7 +263,7 @@ def _arguments(calls: list[dict[str, Any]], text: str) -> dict[str, Any]:
 
 
 def schema_holds(server: Server) -> str:
-    """An answer under a JSON schema follows it."""
+    """An answer under a JSON schema must follow it."""
     shape = TOOL["function"]["parameters"]
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": shape, "strict": True}}
     try:
@@ -143,7 +284,7 @@ def schema_holds(server: Server) -> str:
 
 
 def stream_flows(server: Server) -> str:
-    """A stream comes in pieces, without long gaps, and says why it ends."""
+    """A stream must come in pieces, without long gaps, and say why it ends."""
     stream = server.stream([COUNT], max_tokens=TOKENS)
     gaps = sorted(b - a for a, b in zip(stream.times, stream.times[1:], strict=False))
     if stream.broken:
@@ -163,7 +304,7 @@ def stream_flows(server: Server) -> str:
 
 
 def usage_adds_up(server: Server) -> str:
-    """Counts of tokens are those of the texts: they add up, grow with the prompt, and are the same in a stream."""
+    """Token counts must add up, grow with the prompt, and be the same in a stream."""
     answer = server.chat([COUNT], max_tokens=TOKENS)
     prompt, written = _usage(answer)
     finish, text = answer["choices"][0].get("finish_reason"), _content(answer)
@@ -199,8 +340,7 @@ PROBES = (
 def check_url(
     server: Server, report: Callable[[int, int], None] = lambda done, total: None, budget: float = inf
 ) -> list[Finding]:
-    """Ask a server everything. Raises UserError if it cannot be reached at all. budget: seconds after which no further
-    probe is begun."""
+    """Run all probes. Raises UserError if the server cannot be reached. budget: seconds after which no probe begins."""
     found = []
     server.open()
     deadline = time.monotonic() + budget
@@ -234,7 +374,7 @@ def _thoughts(answer: dict[str, Any]) -> str:
 
 
 def _skip_unfinished(answer: dict[str, Any]) -> None:
-    """A model that thinks may reach the limit before it answers, which says nothing of the server."""
+    """Skip a probe whose answer reached the limit while the model was thinking, which says nothing about the server."""
     if answer["choices"][0].get("finish_reason") == "length" and not _content(answer):
         raise Skipped(UNFINISHED)
 

@@ -1,23 +1,32 @@
-"""What the engine really runs for a model on this machine, shown by running it: every claim has a kernel that ran.
+"""Runs a model on this machine and reports which kernels ran: every claim about the engine is backed by a launch.
 
-The model is loaded as every command loads it. Requests of the doctor's own then run (trials.py): what they replayed and
-launched ahead is counted, and their kernels are watched layer by layer (watch.py).
+The model is loaded as every command loads it. The doctor's own requests then run: their replays and launches are
+counted, and the kernels of another request are recorded layer by layer (operate/instrument.py).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from torch import Tensor
+
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import Fact, Fallback, UserError
+from sparkdraft.core import Batch, Fact, Fallback, Request, SamplingParams, UserError
+from sparkdraft.drafters.drafter import Anchors, Pick, Score
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts, formats
 from sparkdraft.engine.load import load
-from sparkdraft.operate.doctor import layers as words
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.operate.doctor.finding import Finding, Status
-from sparkdraft.operate.doctor.trials import Counted, run_counted, run_drafter_watched, run_watched
-from sparkdraft.operate.doctor.watch import ENDS, Watch, listed
+from sparkdraft.operate.forecast.rates import wait
+from sparkdraft.operate.instrument import ENDS, Watch, listed, replaced, watching
+from sparkdraft.plan.resolve import Plan
+from sparkdraft.speculation.stats import SpecStats
 from sparkdraft.util.progress import Meter
 
 PART, KERNELS = "engine", "kernels by layer"
@@ -32,7 +41,7 @@ GRAPHS_OFF = "graphs is off"
 
 
 def examine_engine(config: EngineConfig, bandwidth: float, meter: Meter) -> list[Finding]:
-    """bandwidth: bytes per second that were measured; 0: not measured."""
+    """bandwidth: measured bytes per second; 0: not measured."""
     try:
         engine = _load(config, meter)
         meter.stage("running a request")
@@ -98,7 +107,7 @@ def _judge_fact(fact: Fact, proof: str) -> Finding:
 
 
 def _speed(engine: Engine, counted: Counted, bandwidth: float) -> list[Finding]:
-    """A plain step of one request against the time that its weights take to be read."""
+    """Compare a plain step of one request with the time to read its weights."""
     seconds = median(counted.seconds[3:])
     value = f"a token without drafts takes {seconds * 1e3:.1f} ms"
     if bandwidth:
@@ -110,12 +119,12 @@ def _speed(engine: Engine, counted: Counted, bandwidth: float) -> list[Finding]:
 
 
 def _kernels(engine: Engine, prompt: Watch, row: Watch) -> list[Finding]:
-    """Layers that are alike and ran alike are one finding."""
+    """Report equal layers that ran alike as one finding."""
     model, groups = engine.runner.model, dict[Any, list[int]]()
     for number, (spec, layer) in enumerate(zip(model.config.layers, model.layers, strict=True)):
-        what = f"{words.describe(spec, engine.plan)}; weights {formats(layer.matrices)}"
+        what = f"{describe(spec, engine.plan)}; weights {formats(layer.matrices)}"
         groups.setdefault((what, row.of(number), prompt.of(number)), []).append(number)
-    found = [_layer(f"layers {words.runs(at)}", *key) for key, at in groups.items()]
+    found = [_layer(f"layers {runs(at)}", *key) for key, at in groups.items()]
     ends = f"embedding, final norm, head of {model.config.vocab_size:,} ids; weights {formats([model.head])}"
     return [*found, _layer("ends", ends, row.of(ENDS), prompt.of(ENDS))]
 
@@ -126,11 +135,9 @@ def _drafter(engine: Engine, drafts: Watch | None) -> list[Finding]:
         return []
     layers: Any = getattr(proposer.drafter, "layers", ())
     for number, (spec, layer) in enumerate(zip(proposer.drafter.caps.kv, layers, strict=True)):
-        what = f"{words.attention(spec, 'exact')}; weights {formats(layer.matrices)}"
+        what = f"{attention(spec, 'exact')}; weights {formats(layer.matrices)}"
         groups.setdefault((what, drafts.of(number)), []).append(number)
-    return [
-        _layer(f"drafter's layers {words.runs(at)}", what, ran, ran, "a block") for (what, ran), at in groups.items()
-    ]
+    return [_layer(f"drafter's layers {runs(at)}", what, ran, ran, "a block") for (what, ran), at in groups.items()]
 
 
 def _layer(name: str, what: str, row: Any, prompt: Any, rows: str = "one row") -> Finding:
@@ -140,3 +147,181 @@ def _layer(name: str, what: str, row: Any, prompt: Any, rows: str = "one row") -
     proof = f"{rows} ran {listed(row)}"
     proof += "" if row == prompt else f"; a prompt ran {listed(prompt)}"
     return Finding(KERNELS, name, what, proof=proof)
+
+
+# ---- layers in words
+
+
+def describe(spec: LayerSpec, plan: Plan) -> str:
+    return f"{_mixer(spec.mixer, plan)}; {_mlp(spec.mlp)}"
+
+
+def _mixer(spec: AttentionSpec | RecurrentSpec, plan: Plan) -> str:
+    if isinstance(spec, RecurrentSpec):
+        return f"delta rule of {spec.num_value_heads} heads, {spec.key_dim} x {spec.value_dim}"
+    coded = plan.coded is not None and spec.window not in {window.window for window in plan.windows}
+    return attention(spec, plan.kv if coded or plan.kv == "fp8" else "exact")
+
+
+def attention(spec: AttentionSpec, kv: str) -> str:
+    """kv: format of its keys and values."""
+    parts = [f"attention of {spec.num_heads} heads over {spec.num_kv_heads}, head dim {spec.head_dim}, K/V {kv}"]
+    parts += ["in both directions"] * (not spec.causal)
+    parts += [f"window {spec.window}"] * bool(spec.window)
+    parts += [f"reads the K/V of layer {spec.kv_from}"] * (spec.kv_from is not None)
+    parts += ["sinks"] * spec.sinks + ["gated"] * spec.gated
+    return ", ".join(parts)
+
+
+def _mlp(spec: DenseSpec | ExpertsSpec) -> str:
+    if isinstance(spec, ExpertsSpec):
+        shared = f" and a shared one of {spec.shared_size}" if spec.shared_size else ""
+        return f"{spec.top_k} of {spec.num_experts} experts of {spec.intermediate_size}{shared}"
+    return f"MLP of {spec.intermediate_size}"
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Format [0, 1, 2, 3, 5] as "0-3, 5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+# ---- the doctor's own requests
+
+PROMPT = 40  # rows of the prompt
+STEPS = 12  # that are counted
+
+
+@dataclass(slots=True)
+class Counted:
+    """Counts of the doctor's requests."""
+
+    replays: int = 0  # of recordings: the target's steps and the drafter's passes
+    replayed: int = 0  # steps that had one or more
+    ahead: int = 0  # steps that were launched before the last was read
+    steps: int = 0
+    kernels: int = 0  # of the largest recording that was replayed; 0: a CUDA graph does not tell
+    seconds: list[float] = field(default_factory=list)  # of plain steps
+    drafting: SpecStats = field(default_factory=SpecStats)  # of the request with drafts
+
+    def proofs(self, engine: Engine) -> dict[str, str]:
+        """The proof of each fact, by the fact's name."""
+        size = f", the largest of {self.kernels} kernels" if self.kernels else ""
+        replayed = f"{self.replayed} of {self.steps} steps replayed a recording{size}"
+        found = {"decode steps": replayed if self.replayed else ""}
+        found["overlapped steps"] = f"{self.ahead} of {self.steps} steps were launched ahead" if self.ahead else ""
+        if engine.drafting.proposer:
+            made, taken = self.drafting.num_draft_tokens, self.drafting.num_accepted_draft_tokens
+            found["blocks of drafts"] = f"{made} drafts after a random text, {taken} accepted"
+        return found
+
+
+def run_counted(engine: Engine) -> Counted:
+    """Run a request without drafts, which is timed, and one with drafts."""
+    counted = Counted()
+    depths = (0, engine.drafting.max_depth) if engine.drafting.proposer else (0,)
+    with _counting(engine, counted):
+        for depth in depths:
+            engine.reset_counts()
+            params = SamplingParams((STEPS + 4) * (depth + 1), num_draft=depth, ignore_eos=True)
+            name = engine.add(_ids(engine), params)
+            for _ in range(STEPS):
+                before, begin = counted.replays, time.perf_counter()
+                engine.step()
+                if not depth:
+                    wait(engine.plan.device)
+                    counted.seconds.append(time.perf_counter() - begin)
+                counted.steps += 1
+                counted.replayed += counted.replays > before
+            counted.drafting = engine.drafting.so_far()
+            _end(engine, name)
+    return counted
+
+
+@contextmanager
+def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
+    """Count replays and launches by replacing the methods that make them."""
+    recording, overlap = engine.runner.model.ops.Graph, engine.overlap
+    stand_ins: list[tuple[Any, str, Any]] = []
+    if recording:
+        replay = recording.replay
+
+        def counted_replay(self: Any) -> Tensor:
+            counted.replays += 1
+            counted.kernels = max(counted.kernels, len(getattr(self, "kernels", ())))
+            out: Tensor = replay(self)
+            return out
+
+        stand_ins.append((recording, "replay", counted_replay))
+    if overlap:
+        launch = overlap.launch
+
+        def counted_launch(requests: list[Request], depths: list[int], terms: Sequence[float] = ()) -> None:
+            launch(requests, depths, terms)
+            counted.ahead += 1
+
+        stand_ins.append((overlap, "launch", counted_launch))
+    with replaced(*stand_ins):
+        yield
+
+
+def run_watched(engine: Engine) -> tuple[Watch, Watch]:
+    """Return the kernels of a prompt's step and of a decode step: those of the target, not of sampling or drafting."""
+    runner, run, seen = engine.runner, engine.runner.run, list[Watch]()
+
+    def watched(batch: Batch) -> Tensor:
+        with watching(runner.model, engine.plan.kernels) as watch:
+            logits = run(batch)
+        seen.append(watch)
+        return logits
+
+    with replaced((runner, "run", watched), (runner, "graphs", None), (engine, "overlap", None)):
+        name = engine.add(_ids(engine), SamplingParams(8, num_draft=0, ignore_eos=True))
+        engine.step()
+        engine.step()
+        _end(engine, name)
+    return seen[0], seen[1]
+
+
+def run_drafter_watched(engine: Engine) -> Watch | None:
+    """Return the kernels of a drafter's pass; None if no drafter is made of layers."""
+    proposer, seen = engine.drafting.proposer, list[Watch]()
+    if not proposer or not hasattr(proposer.drafter, "layers"):
+        return None
+    drafter: Any = proposer.drafter
+    propose = drafter.propose
+
+    def watched(anchors: Anchors, depth: int, pick: Pick) -> Tensor:
+        def watched_pick(score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
+            with watching(drafter, engine.plan.kernels) as watch:
+                score(False)  # once more than the recording, which launches nothing that could be seen
+            seen.append(watch)
+            return pick(score, each, drafted, ids)
+
+        drafts: Tensor = propose(anchors, depth, watched_pick)
+        return drafts
+
+    with replaced((drafter, "propose", watched), (engine, "overlap", None)):
+        name = engine.add(_ids(engine), SamplingParams(64, num_draft=engine.drafting.max_depth, ignore_eos=True))
+        for _ in range(4):  # the first reads the prompt, and another may draft from the text
+            if not seen:
+                engine.step()
+        _end(engine, name)
+    return seen[0] if seen else Watch()
+
+
+def _end(engine: Engine, name: str) -> None:
+    engine.abort(name)
+    while engine.has_work:
+        engine.step()
+
+
+def _ids(engine: Engine) -> list[int]:
+    """Return a prompt that no request has had, so that the prefix cache does not have it."""
+    count, start = min(PROMPT, engine.plan.max_model_len // 2), time.perf_counter_ns()
+    return [(start + 7919 * i) % engine.sampler.vocab_size for i in range(count)]

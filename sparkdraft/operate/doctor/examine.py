@@ -1,7 +1,6 @@
-"""The order in which the doctor looks: software, cores, GPU, memory, cache, then the engine.
+"""Runs the doctor's checks in order: software, cores, GPU, memory, cache, then the engine.
 
-What comes later needs what came before: where torch cannot be imported, or a compiled library is cut short, the engine
-is not started.
+The engine is not started if torch cannot be imported or a compiled library is cut short.
 """
 
 from __future__ import annotations
@@ -11,17 +10,31 @@ import time
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.operate.doctor import software
-from sparkdraft.operate.doctor.bandwidth import Measured, judge_bandwidth
-from sparkdraft.operate.doctor.cache_files import judge_cache, judge_downloads
-from sparkdraft.operate.doctor.finding import Finding, Status
-from sparkdraft.operate.doctor.gpu import PART as GPU
-from sparkdraft.operate.doctor.gpu import count_others, judge_gpu, read_gpus
-from sparkdraft.operate.doctor.hardware import Cores, Cuda, judge_cores, judge_load, read_cores, read_cuda
-from sparkdraft.operate.doctor.memory import GIB, judge_disk, judge_memory, read_disk, read_memory
-from sparkdraft.operate.doctor.report import Report
+from sparkdraft.operate.doctor.finding import Finding, Report, Status
+from sparkdraft.operate.doctor.machine import (
+    GIB,
+    GPU,
+    Cores,
+    Cuda,
+    Measured,
+    count_others,
+    judge_bandwidth,
+    judge_cache,
+    judge_cores,
+    judge_disk,
+    judge_downloads,
+    judge_gpu,
+    judge_load,
+    judge_memory,
+    read_cores,
+    read_cuda,
+    read_disk,
+    read_gpus,
+    read_memory,
+)
 from sparkdraft.operate.forecast import machine
-from sparkdraft.util.other_programs import OtherPrograms
 from sparkdraft.util.progress import Meter
+from sparkdraft.util.this_machine import OtherPrograms
 from sparkdraft.weights.hub import cache_dir
 
 ROOM = {"cpu": 2 * GIB, "cuda": 16 * GIB}  # free memory that measuring the bandwidth needs, with room to spare
@@ -63,7 +76,7 @@ def examine(config: EngineConfig, meter: Meter) -> Report:
 
 
 def _bandwidth(cores: Cores, cuda: Cuda | None, problem: str, others: OtherPrograms) -> tuple[list[Finding], float]:
-    """Measured now, on a GPU with its clocks meanwhile; and bytes per second."""
+    """Measure the bandwidth, on a GPU with its clocks meanwhile; return the findings and bytes per second."""
     device = "cuda" if cuda else "cpu"
     memory = read_memory()
     free = memory.available if cuda is None or cuda.memory.unified else cuda.memory.driver_free
@@ -86,6 +99,6 @@ def _bandwidth(cores: Cores, cuda: Cuda | None, problem: str, others: OtherProgr
 
 
 def _measure(device: str, threads: int) -> Measured:
-    from sparkdraft.operate.forecast.bandwidth import gemv_bandwidth, memory_bandwidth
+    from sparkdraft.operate.forecast.rates import gemv_bandwidth, memory_bandwidth
 
     return Measured(gemv_bandwidth(device, threads, 3), memory_bandwidth(device, threads, 2))

@@ -1,4 +1,4 @@
-"""Versions: Python, the packages that are needed, torch, Triton, the compilers; and variables that slow all down."""
+"""Versions of Python, torch, Triton and the compilers, and environment variables that slow everything down."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_torch() -> Torch:
 
 
 def judge_torch(torch: Torch, gpus: int, driver: str = "", capability: tuple[int, int] | None = None) -> list[Finding]:
-    """gpus: NVIDIA GPUs that the driver lists. capability: of the one that torch uses."""
+    """gpus: number of NVIDIA GPUs that the driver lists. capability: of the one that torch uses."""
     if torch.problem:
         advice = f"install it again: pip install --force-reinstall 'torch=={TESTED_TORCH[1]}.*'"
         return [Finding(PART, "torch", f"it cannot be imported ({torch.problem})", Status.BROKEN, advice)]
@@ -78,7 +78,8 @@ def _torch_version(torch: Torch, value: str) -> Finding:
 
 
 def _has_code(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
-    """Machine code runs on GPUs of the same major number and a minor number no smaller; PTX on all later ones."""
+    """Return whether torch has code for this GPU: machine code runs on GPUs of the same major number and a minor number
+    no smaller, PTX on all later ones."""
     for kind, digits in re.findall(r"\b(sm|compute)_(\d+)", " ".join(archs)):
         each = int(digits[:-1]), int(digits[-1])
         if each <= capability and (kind == "compute" or each[0] == capability[0]):
@@ -90,7 +91,7 @@ def _has_code(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
 
 
 def read_triton() -> tuple[str, str]:
-    """Its version, or why it cannot be imported."""
+    """Return Triton's version, or why it cannot be imported."""
     try:
         return str(import_module("triton").__version__), ""
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -112,7 +113,8 @@ def judge_triton(version: str, problem: str, device: str) -> Finding:
 
 
 def judge_c_compiler(device: str) -> list[Finding]:
-    """Triton compiles a small C file per kernel; on a CPU the C++ compiler is what matters (`judge_native`)."""
+    """Check the C compiler with which Triton compiles a launcher per kernel. A CPU needs a C++ compiler
+    (`judge_native`)."""
     if device == "cpu":
         return []
     names = [os.environ.get("CC", ""), "gcc", "clang"]
@@ -124,7 +126,7 @@ def judge_c_compiler(device: str) -> list[Finding]:
 
 
 def judge_native(device: str) -> list[Finding]:
-    """The CPU kernels: compiled if need be, and loaded."""
+    """Compile the CPU kernels if need be, and load them."""
     if device != "cpu":
         return []
     from sparkdraft.kernels.native import build, library
@@ -147,7 +149,7 @@ def judge_native(device: str) -> list[Finding]:
 
 
 def judge_versions() -> list[Finding]:
-    """This package, Python and what the package needs."""
+    """Check the versions of this package, Python and the packages it needs."""
     found = [Finding(PART, "sparkdraft", f"{__version__}, Python {platform.python_version()}, {_system()}")]
     try:
         needed = metadata.requires("sparkdraft") or []
@@ -188,7 +190,7 @@ def _system() -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
+    """Return the leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 

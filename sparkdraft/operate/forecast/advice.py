@@ -1,4 +1,4 @@
-"""Which configuration to take, and why: a sentence for one question, and all alternatives in order. No torch."""
+"""Recommends a KV format, drafting and batch size, with reasons, and ranks all alternatives. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Advice:
 
 
 class Bought(NamedTuple):
-    """What another K/V format brings, in times what the asked one does."""
+    """The speeds and the capacity of another KV format, as multiples of those of the asked one."""
 
     plain: float
     drafted: float | None
@@ -54,7 +54,7 @@ class Alternative:
 
     @property
     def tok_s(self) -> float:
-        """Of the middle class of text where it drafts."""
+        """Tokens per second; of the middle class of text with a drafter."""
         if not self.forecast:
             return 0.0
         middle = self.forecast.middle if self.drafter else None
@@ -70,7 +70,7 @@ def with_kv(question: Question, kv: str) -> Question:
 
 
 def tried(question: Question) -> tuple[Forecast | None, str]:
-    """A forecast, or None and the reason."""
+    """Return a forecast, or None and the reason."""
     try:
         return Forecast(question), ""
     except UserError as error:
@@ -83,7 +83,7 @@ def without_drafter(question: Question) -> Question:
 
 
 def bought(asked: Forecast, kv: str) -> dict[int, Bought | str]:
-    """What a K/V format brings at some contexts, or why it brings nothing."""
+    """Return the gains of a KV format at some contexts, or why it gains nothing."""
     found: dict[int, Bought | str] = {}
     for context in CONTEXTS:
         if context > asked.question.model.max_position:
@@ -95,7 +95,7 @@ def bought(asked: Forecast, kv: str) -> dict[int, Bought | str]:
 
 
 def _bought(asked: Forecast, other: Forecast, context: int) -> Bought | str:
-    """Of the streams that run at once in each format."""
+    """Compare the streams that run at once in each format."""
     if not asked.running(context):
         more = other.running(context)
         return f"no stream fits with {asked.plan.kv} K/V, and {more or 'none'} with {other.plan.kv}"
@@ -109,7 +109,7 @@ def _bought(asked: Forecast, other: Forecast, context: int) -> Bought | str:
 
 
 def recommend(asked: Forecast) -> Advice:
-    """The K/V format and whether to draft, for the asked machine, weights and load."""
+    """Choose the KV format and whether to draft, for the asked machine, weights and load."""
     question, why_not = asked.question, _in_the_way(asked)
     if why_not:
         question = without_drafter(question)
@@ -127,8 +127,8 @@ def recommend(asked: Forecast) -> Advice:
 
 
 def compare(question: Question, weights: str) -> list[Alternative]:
-    """Every combination of weights, K/V format and drafting: those that hold all streams first, the fastest first.
-    weights: what the asked formats are called."""
+    """Rank every combination of weights, KV format and drafting: those that hold all streams first, then by speed.
+    weights: the name of the asked formats."""
     kinds: dict[str, WeightFormats | None] = {weights: question.formats}
     if question.machine.hardware.device == "cuda":
         kinds |= {name: WeightFormats.parse(name) for name in SMALLER if name != weights}
@@ -145,8 +145,8 @@ def compare(question: Question, weights: str) -> list[Alternative]:
 
 
 def _in_the_way(asked: Forecast) -> str:
-    """Why the drafter should be left out: fewer streams run beside it than without it, and together they are slower.
-    Empty if it should not."""
+    """Say why the drafter should be left out: fewer streams fit beside it, and together they are slower. Empty if it
+    should stay."""
     question = asked.question
     if not question.drafter or asked.holds_all:
         return ""
@@ -159,7 +159,7 @@ def _in_the_way(asked: Forecast) -> str:
 
 
 def _most(question: Question) -> Forecast | None:
-    """With the K/V format in which most streams run; of these the first."""
+    """The forecast with the KV format in which most streams run."""
     return max(_each_kv(question), key=Forecast.running, default=None)
 
 
@@ -172,8 +172,8 @@ def _load(question: Question) -> str:
 
 
 def _choose_kv(question: Question) -> tuple[str, str]:
-    """Exact if it holds everything and no other format is much faster. TurboQuant before fp8: it is nearer to exact
-    (docs/numbers/turboquant.md) and smaller."""
+    """Choose the exact cache if it holds everything and no other format is much faster. TurboQuant is tried before fp8:
+    it is smaller and nearer to exact (docs/numbers/turboquant.md)."""
     exact, problem = tried(with_kv(question, "exact"))
     others = {kv: found for kv in ("turboquant", "fp8") if (found := tried(with_kv(question, kv))[0])}
     load = _load(question)
@@ -214,7 +214,7 @@ def _choose_drafts(found: Forecast) -> tuple[bool, str]:
 
 
 def _largest(found: Forecast) -> str:
-    """The part of a step that takes longest names what would help."""
+    """Name the largest part of a step and what would reduce it."""
     seconds = found.seconds()
     parts = {name: getattr(seconds, name) / seconds.total for name in ("weights", "kv", "states", "fixed")}
     name = max(parts, key=lambda part: parts[part])

@@ -1,7 +1,7 @@
-"""Measures what the CPU kernels reach on this machine, in three seconds: predictions for it stand on that.
+"""Measures what the CPU kernels reach on this machine, in three seconds, for predictions of its speed.
 
-Matrices and caches are larger together than what most CPUs keep near, as a model's are. All run from recordings, as an
-engine's steps do. What a layer costs beside them is measured on tiny ones.
+The matrices and caches together exceed the CPU's own caches, as a model's do, and the kernels run as compiled steps, as
+in an engine. Tiny matrices show the fixed cost of a layer.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native
 from sparkdraft.kernels.ops import AttentionParams, AttentionView
-from sparkdraft.operate.forecast.this_cpu import CpuRates, MatmulRate
 
 SIDE = 2048  # rows and columns of a matrix
 MATRIX_BYTES = 110e6  # of its copies together
@@ -23,6 +23,21 @@ ROWS = 16
 CONTEXT, BLOCK, HEADS, KV_HEADS, HEAD_DIM = 1024, 16, 9, 3, 64
 CACHES = 48  # of one layer: 75 MB
 LEAST = 0.2  # seconds per figure
+
+
+class MatmulRate(NamedTuple):
+    one_row: float  # seconds for one row
+    several_rows: float  # seconds for 'rows' rows
+    nbytes: int  # of the matrix
+    rows: int
+    operations: int  # for one row
+
+
+class CpuRates(NamedTuple):
+    eight_bits: MatmulRate
+    four_bits: MatmulRate
+    keys: float  # bytes per second of keys and values that one token of a stream reads
+    layer: float  # seconds of a layer with tiny matrices, in a compiled step
 
 
 def measure_cpu(threads: int) -> CpuRates:
@@ -61,7 +76,8 @@ def _layer_seconds() -> float:
     from sparkdraft.cache.formats.dense import DenseKV
     from sparkdraft.models.common.blocks import Step
     from sparkdraft.models.registry import architecture
-    from sparkdraft.operate.bench.shapes import RandomCheckpoint, shape
+    from sparkdraft.operate.bench.random_model import RandomCheckpoint
+    from sparkdraft.operate.bench.shapes import shape
     from sparkdraft.weights.loader import Loader
 
     config, device = shape("tiny"), torch.device("cpu")
@@ -74,7 +90,7 @@ def _layer_seconds() -> float:
 
 
 def _seconds(calls: Sequence[Callable[[], Tensor]]) -> float:
-    """Per call, of a recording of all of them that is replayed for LEAST seconds: the better of two such times."""
+    """Seconds per call of a compiled step of all calls, replayed for LEAST seconds: the better of two times."""
     recorded, times = native.Graph(lambda: [call() for call in calls][-1]), []
     for _ in range(2):
         count, begin = 0, time.perf_counter()

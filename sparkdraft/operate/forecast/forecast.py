@@ -1,9 +1,8 @@
-"""What one configuration needs and how fast it will be: the plan that `serve` would make, and predicted speeds.
+"""What one configuration needs and how fast it will be: the plan that `serve` would make, with predicted speeds.
 
-Memory is plan/resolve.py's, unchanged: the same sums before anything is loaded. Speed is
-operate/forecast/roofline.py's with a
-range: an engine's losses on this machine at their worst and best, and the error of the model of a step itself. Drafted
-speed depends on text: it is predicted for three classes, or for an acceptance that the user has measured. No torch.
+Memory comes from plan/resolve.py. Speed comes from roofline.py, with a range: the engine's losses at their best and
+worst, and the error of the model itself. Drafted speed depends on the text: it is predicted for three classes, or for
+an acceptance that the user has measured. No torch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from sparkdraft.speculation.depth import depth_choices
 
 
 class Chances(NamedTuple):
-    """Of each draft to be accepted, once it is reached."""
+    """The chance of each draft, once reached, at which a step of 'depth' drafts commits so many tokens on average."""
 
     usual: float
     low: float
@@ -82,7 +81,7 @@ NOTHING = Range(0.0, 0.0, 0.0)
 
 
 class Drafted(NamedTuple):
-    """Of one class of text, at the depth that is best for it."""
+    """The prediction for one class of text at its best depth."""
 
     chance: float
     depth: int  # 0: plain steps are faster
@@ -91,7 +90,7 @@ class Drafted(NamedTuple):
 
 
 class Forecast:
-    """The answer to a question. Raises UserError where it does not fit or cannot run."""
+    """The answer to a question. Raises UserError if it does not fit or cannot run."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -116,8 +115,8 @@ class Forecast:
         self.chances = CLASSES if measured is None else {name: Chances(c, c, c) for name, c in measured.items()}
 
     def _planned(self, config: EngineConfig) -> Plan:
-        """As `serve` would make it. Where more streams are asked for than it runs by itself, as with `--max-seqs`: of
-        that number, or of as many as fit where a plan for all is refused, because each keeps a state."""
+        """Plan as `serve` would. For more streams than it runs by default, as with `--max-seqs`, plan for that number,
+        or for as many as fit if each keeps a state and a plan for all is refused."""
         question, hardware = self.question, self.question.machine.hardware
 
         def plan(max_seqs: int) -> Plan:
@@ -147,7 +146,7 @@ class Forecast:
 
     @cached_property
     def memory(self) -> dict[str, int]:
-        """Bytes by what they are for: the parts of the plan's sum, with the drafter's taken out of each."""
+        """Bytes by use: the parts of the plan's sum, with the drafter's share taken out of each."""
         plan, bare = self.plan.memory, self.without.memory
         rows = {f"weights, {fmt}": size for fmt, size in self.weights.items()}
         rows["tables of rotations"] = bare.weights - sum(rows.values())
@@ -161,14 +160,14 @@ class Forecast:
 
     @property
     def weights(self) -> dict[str, int]:
-        """Of the target, by format."""
+        """Bytes of the target's weights, by format."""
         if self.held and self.question.formats:
             return bytes_by_format(self.question.model, self.formats)
         return {self.plan.weights: self.without.memory.weights}
 
     @property
     def head_room(self) -> int:
-        """Bytes that stay free: the system's own on a machine with one memory for all."""
+        """Bytes that stay free: the system's own, where CPU and GPU share one memory."""
         return self.plan.memory.free - self.usable
 
     @property
@@ -177,8 +176,8 @@ class Forecast:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of context that fit beside everything else, over all streams. A plan may ask for fewer: it never
-        holds more than a full context for each of max_seqs requests."""
+        """Tokens of context that fit over all streams. A plan itself may ask for fewer: it never holds more than a full
+        context for each of max_seqs requests."""
         return tokens_that_fit(self.plan, self.question.config.memory_fraction)
 
     @property
@@ -187,17 +186,17 @@ class Forecast:
 
     def fitting(self, context: int = 0) -> int:
         """Streams of a context (0: the asked one) that fit. Pages of windows and recurrent states are kept for max_seqs
-        requests, and no more."""
+        requests at most."""
         fits = self.max_tokens // (context or self.question.context)
         return min(fits, self.plan.max_seqs) if self.plan.windows or self.target.state else fits
 
     def running(self, context: int = 0) -> int:
-        """Of the streams that are asked for, those that run at once; the others wait."""
+        """The number of asked streams that run at once; the others wait."""
         return min(self.question.streams, self.fitting(context))
 
     @property
     def holds_all(self) -> bool:
-        """Whether the streams that are asked for fit at once."""
+        """Whether the asked streams fit at once."""
         return self.max_streams >= self.question.streams
 
     @property
@@ -210,15 +209,14 @@ class Forecast:
     # ---- speed
 
     def seconds(self, depth: int = 0, context: int = 0, streams: int = 0, losses: Losses | None = None) -> Seconds:
-        """Of a step of the streams that run at once, or of so many."""
+        """The predicted seconds of a step, by default of the streams that run at once."""
         question = self.question
         load = Load(streams or max(self.running(context), 1), context or question.context, depth)
         rates, found = question.machine.rates, losses or question.machine.losses(question.engine).expected
         return step(rates, found, self.target, load, self.drafter)
 
     def speed(self, depth: int = 0, tokens: float = 1.0, context: int = 0, streams: int = 0) -> Range:
-        """Tokens per second, if a step commits so many of each stream: all streams together that run at once, or so
-        many. Nothing, if not one fits."""
+        """Tokens per second of all streams if a step commits so many tokens of each; 0 if not one stream fits."""
         engine, count = self.question.machine.losses(self.question.engine), streams or self.running(context)
         if not count:
             return NOTHING
@@ -235,7 +233,7 @@ class Forecast:
 
     @property
     def depths(self) -> list[int]:
-        """Those that the engine chooses from, without 0."""
+        """The depths that the engine chooses from, without 0."""
         fixed = self.question.config.num_draft
         if not self.caps or fixed == 0:
             return []
@@ -252,7 +250,7 @@ class Forecast:
 
     @cached_property
     def by_class(self) -> dict[str, Drafted]:
-        """With the range of the text's chances too, at the best depth for each."""
+        """Predictions by class of text, each at its best depth, with the range of its chances."""
         found = {}
         for name, chances in self.chances.items() if self.depths else ():
             usual, low, high = map(self.drafted, chances)
@@ -262,17 +260,17 @@ class Forecast:
 
     @property
     def middle(self) -> Drafted | None:
-        """Of the class that a single number is given for."""
+        """The prediction for the class that single numbers are given for."""
         found = list(self.by_class.values())
         return self.by_class.get(MIDDLE) or (found[0] if found else None)
 
     def break_even(self, depth: int) -> float:
-        """Tokens per step from which drafting so deep is faster than plain steps."""
+        """Tokens per step above which drafting so deep is faster than plain steps."""
         return self.seconds(depth).total / self.seconds().total
 
     @cached_property
     def least_chance(self) -> float | None:
-        """The chance of each draft from which some depth is faster than plain steps; None: none is."""
+        """The lowest chance of each draft at which some depth is faster than plain steps; None if there is none."""
         cost = {depth: self.break_even(depth) for depth in self.depths}
         for percent in range(1, 100):
             tokens = expected_tokens([percent / 100] * max(cost, default=0))
@@ -282,7 +280,7 @@ class Forecast:
 
 
 def tokens_that_fit(plan: Plan, memory_fraction: float) -> int:
-    """Tokens of context, over all streams, beside everything else that a plan has."""
+    """The tokens of context that fit over all streams, beside everything else in the plan."""
     if not plan.num_blocks or not plan.memory.kv:  # all layers slide: requests are bound by their windows' pages
         return plan.max_seqs * plan.max_model_len
     left = int(plan.memory.free * memory_fraction) - (plan.memory.total - plan.memory.kv)

@@ -1,8 +1,7 @@
-"""The machines that speed is predicted for: the files of plan/machines, a file of the user's, or the machine at hand.
+"""The machines that speed is predicted for: the files of machines/, a user's file, or the machine at hand.
 
-A file has what the machine reaches, what engines lose on it, and where each number comes from. The machine at hand is
-measured in a few seconds. A GPU takes the losses of the file that its name matches; a CPU's are measured too. No torch
-until then.
+A file has what the machine reaches, what engines lose on it, and the source of each number. The machine at hand is
+measured in a few seconds; a GPU takes the losses of the file that matches its name. Only measuring imports torch.
 """
 
 from __future__ import annotations
@@ -11,15 +10,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparkdraft.core import UserError
-from sparkdraft.operate.forecast.roofline import Losses, Rates
-from sparkdraft.operate.forecast.this_cpu import ERROR, fit
+from sparkdraft.operate.forecast.roofline import OVERLAP, Losses, Rates
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.weight_formats import BYTES
-from sparkdraft.util.names import did_you_mean, spelled
-from sparkdraft.util.paths import user_path
+from sparkdraft.plan.weight_formats import BYTES, EIGHT_BITS, FOUR_BITS
+from sparkdraft.util.names import did_you_mean, spelled, user_path
+
+if TYPE_CHECKING:
+    from sparkdraft.operate.forecast.cpu_rates import CpuRates, MatmulRate
+
 
 FOLDER = Path(__file__).parent / "machines"
 HERE = "this"
@@ -27,7 +28,7 @@ UNKNOWN_GPU = "rtx-5090"  # whose losses a GPU gets that no file describes: they
 
 
 class Error(NamedTuple):
-    """By how much the model of a step itself is off, as a share of the speed."""
+    """The error of the model of a step, as a share of the speed."""
 
     dense: float
     experts: float
@@ -71,7 +72,7 @@ def known_machines() -> list[str]:
 
 
 def find_machine(name: str) -> Machine:
-    """A known name, 'this', or a file. Raises UserError."""
+    """Return the machine of a known name, 'this' one, or that of a file. Raises UserError."""
     if name == HERE:
         return this_machine()
     if found := spelled(name, known_machines()):
@@ -108,10 +109,10 @@ def read_machine(path: Path) -> Machine:
 
 
 def this_machine() -> Machine:
-    """Measured now: its free memory, its bandwidth, and the speed of a GPU's matmuls or of the CPU kernels."""
+    """Measure this machine: its free memory, bandwidth, and the speed of a GPU's matmuls or of the CPU kernels."""
     from sparkdraft.config import EngineConfig
     from sparkdraft.engine.machine import detect, native_problem
-    from sparkdraft.operate.forecast.bandwidth import matmul_rate, memory_bandwidth
+    from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth
 
     config = EngineConfig()
     found = detect(config)
@@ -131,13 +132,13 @@ def this_machine() -> Machine:
         title=f"this machine ({found.name})",
         hardware=found,
         notes=notes,
-        sources=("measured now, by operate/forecast/bandwidth.py and, of CPU kernels, operate/forecast/cpu_rates.py",),
+        sources=("measured now, by operate/forecast/rates.py and, of CPU kernels, operate/forecast/rates.py",),
         native_problem=problem,
     )
 
 
 def _cpu_like(base: Machine, found: Hardware, bandwidth: float, measured: bool) -> Machine:
-    """A CPU with the losses that its own kernels have now, or, where they do not run, with those of the file."""
+    """Return a CPU with the losses measured on its own kernels, or with those of the file if they do not run."""
     share = found.cores / base.hardware.cores
     arithmetic = {fmt: rate * share for fmt, rate in base.rates.arithmetic.items()}
     if not measured:
@@ -152,13 +153,13 @@ def _cpu_like(base: Machine, found: Hardware, bandwidth: float, measured: bool) 
 
 
 def describing(name: str) -> Machine | None:
-    """The file that describes a GPU of this name."""
+    """Return the file that describes a GPU of this name."""
     files = (read_machine(FOLDER / f"{each}.json") for each in known_machines())
     return next((each for each in files if any(part in name for part in each.matches)), None)
 
 
 def like(found: Hardware) -> Machine:
-    """The file whose losses hold for this hardware, or come nearest."""
+    """Return the file whose losses are nearest to this hardware's."""
     files = [read_machine(FOLDER / f"{name}.json") for name in known_machines()]
     if found.device == "cpu":
         return next(each for each in files if each.hardware.device == "cpu")
@@ -193,3 +194,30 @@ def _losses(data: Mapping[str, Any]) -> Losses:
     if min(*shares, *losses.formats.values()) <= 0:
         raise ValueError("shares must be above 0")
     return losses
+
+
+# ---- the engine's losses on this CPU, fitted to what cpu_rates.py measured
+
+ERROR = 0.20, 0.30  # of dense models and of experts, as shares of the speed
+
+
+def fit(losses: Losses, found: CpuRates, bandwidth: float) -> tuple[Losses, dict[str, float]]:
+    """Return the losses at which the model of a step reproduces the measurements, and operations per second by format.
+    Data that stayed in the CPU's caches was read faster than memory is, so shares are capped at 1."""
+    shares, arithmetic = {}, {}
+    for name, each in ((EIGHT_BITS, found.eight_bits), (FOUR_BITS, found.four_bits)):
+        read, row = _apart(each)
+        shares[name], arithmetic[name] = min(each.nbytes / read / bandwidth, 1.0), each.operations / row
+    kv = min(found.keys / bandwidth, 1.0)
+    return replace(losses, coded=shares[EIGHT_BITS], formats=shares, kv=kv, layer=found.layer), arithmetic
+
+
+def _apart(found: MatmulRate) -> tuple[float, float]:
+    """Split a time into reading a matrix and multiplying it with a row, which overlap as `roofline.overlap` says."""
+    row = 0.0
+    for _ in range(50):
+        read = (found.one_row**OVERLAP - row**OVERLAP) ** (1 / OVERLAP)
+        rest = max(found.several_rows**OVERLAP - read**OVERLAP, 0.0)
+        row = rest ** (1 / OVERLAP) / found.rows
+        row = min(max(row, 1e-3 * found.one_row), 0.999 * found.one_row)  # each takes some of the time
+    return read, row

@@ -1,12 +1,12 @@
-"""Seconds of a decode step, from dimensions alone: what it reads and multiplies, a machine's rates, an engine's losses.
+"""Predicts the seconds of a decode step from a model's dimensions, a machine's rates and an engine's losses. No torch.
 
-    weights  what every step reads, and the experts that its rows reach; or the arithmetic, where that takes longer
+    weights  what every step reads, and the experts that its tokens reach; or the arithmetic, where that takes longer
     kv       keys and values of every stream's context, in the format of the cache
     states   of recurrent layers: read and written once per step
-    drafter  its own pass over the drafted rows, with the head that it shares with the target
+    drafter  its own pass over the drafted tokens, with the head that it shares with the target
     fixed    launches and small operators per layer, sampling and scheduling per step
 
-docs/plan.md says how far predictions are off, against published figures and this repository's own. No torch.
+docs/plan.md compares predictions with published figures and with this repository's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USUAL_SPREAD = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """What an engine loses against a machine. Shares are of the machine's bandwidth or arithmetic."""
+    """What an engine loses against the machine. Shares are of its bandwidth or arithmetic."""
 
     floats: float  # share at which matrices of floats are read
     coded: float  # quantised matrices
@@ -54,7 +54,7 @@ class Losses:
     snapshots: bool = False  # recurrent states are written for every row of a step, not once
 
     def share(self, fmt: str) -> float:
-        """At which matrices of a format are read; those of int4 are alike in groups of any size."""
+        """The share at which matrices of a format are read; int4 is alike in groups of any size."""
         return self.floats if fmt in FLOATS else self.formats.get(fmt.partition("-")[0], self.coded)
 
     def kv_share(self, kv: str, several_rows: bool) -> float:
@@ -78,7 +78,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of one step, by what they are spent on."""
+    """Seconds of one step, by use."""
 
     weights: float
     kv: float
@@ -92,7 +92,7 @@ class Seconds:
 
 
 class Context(NamedTuple):
-    """Equal layers, by what a row reads of their K/V."""
+    """Equal layers, by what a token reads of their K/V."""
 
     window: int  # 0: all
     token_bytes: float
@@ -112,7 +112,7 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What steps of a model read and multiply, summed over its layers once."""
+    """What a step of a model reads and multiplies, summed over its layers once."""
 
     dense: tuple[tuple[str, int], ...]  # format, and weights that every step reads, with the head
     experts: tuple[Experts, ...]
@@ -153,7 +153,8 @@ class Target:
 
 
 class DraftPass(NamedTuple):
-    """What a drafter's pass reads. It is kept as the engine keeps matrices on the machine, whatever the target is."""
+    """What a drafter's pass reads. Its matrices are kept as the machine's engine keeps matrices, whatever the target's
+    format."""
 
     weights: int  # of its own matrices, without experts that a row does not choose
     head: int  # of the target's head, if it has none of its own
@@ -201,7 +202,7 @@ CODED = CodedPlan((EngineConfig().tq_key_bits,), EngineConfig().tq_value_bits, 0
 
 
 def step(rates: Rates, losses: Losses, target: Target, load: Load, drafter: DraftPass | None = None) -> Seconds:
-    """Of one decode step of such a load. A depth above 0 needs a drafter."""
+    """Predict one decode step of such a load. A depth above 0 needs a drafter."""
     rows = load.streams * (1 + load.depth)
     floor = rates.bandwidth
     read, work = 0.0, 0.0
@@ -241,7 +242,8 @@ def _draft(rates: Rates, losses: Losses, drafter: DraftPass, load: Load) -> floa
 
 
 def _keys(losses: Losses, contexts: tuple[Context, ...], kv: str, load: Load) -> float:
-    """Bytes of K/V, each divided by the share at which it is read. A window is read as well by many rows as by one."""
+    """Bytes of K/V, each divided by the share of the bandwidth at which it is read. A window is read as fast by many
+    tokens as by one."""
     total = 0.0
     for each in contexts:
         kept = "exact" if each.window and kv == "turboquant" else kv

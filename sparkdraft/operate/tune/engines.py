@@ -1,8 +1,8 @@
-"""Measures settings: builds an engine for each, all over the same weights, and runs the user's prompts through it.
+"""Measures settings: builds an engine for each over the same weights, and runs the user's prompts through it.
 
-Every run is the same work: whole requests, greedy, of a fixed length, without the prefix cache. An engine's first runs
-of a load are not counted, because they compile kernels and record steps. Caches are as large as the loads need, so that
-two engines fit beside each other; whether a setting fits with the cache of a real server is asked of the plan.
+Every run is the same work: whole requests, greedy, of a fixed length, without the prefix cache. Warm-up runs of an
+engine are not counted. Caches are only as large as the loads need, so that two engines fit side by side; whether a
+setting fits with the cache of a real server is asked of the plan.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.load import Opened, load_opened, stored_of
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.common.blocks import Decoder
-from sparkdraft.operate.bench.offline_throughput import throughput
+from sparkdraft.operate.bench.offline import throughput
 from sparkdraft.operate.forecast.machine import like
 from sparkdraft.operate.forecast.roofline import Load as Rows
 from sparkdraft.operate.forecast.roofline import Rates, Target, step
-from sparkdraft.operate.tune.knobs import BURST, LONG, ONE, SEVERAL, TILES
-from sparkdraft.operate.tune.search import Options, Run
+from sparkdraft.operate.tune.search import BURST, LONG, ONE, SEVERAL, TILES, Options, Run
 from sparkdraft.plan.resolve import ITEMSIZE, MOST_AHEAD, Plan
 from sparkdraft.plan.weight_formats import WeightFormats
 from sparkdraft.speculation.depth import depth_choices
@@ -52,12 +51,12 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Places in the cache if all requests run at once."""
+        """Tokens of cache if all requests run at once."""
         return sum(len(ids) + self.output_len + MOST_AHEAD for ids in self.prompts)
 
 
 def make_loads(prompts: Sequence[list[int]], plan: Plan, output_len: int) -> dict[str, Load]:
-    """prompts: ids of the user's own. They are cut, and joined for the long prompt, to fit the context."""
+    """prompts: ids of the user's prompts; they are cut to fit the context, and joined for the long prompt."""
     room = plan.max_model_len - output_len - MOST_AHEAD
     if room < 1:
         most = plan.max_model_len - MOST_AHEAD - 1
@@ -78,7 +77,7 @@ def make_loads(prompts: Sequence[list[int]], plan: Plan, output_len: int) -> dic
 
 
 def prompt_ids(opened: Opened, texts: Sequence[str]) -> list[list[int]]:
-    """Each text as a user's message, or as it is if the model has no chat template."""
+    """Encode each text as a user's message, or as it is if the model has no chat template."""
     checkpoint, tokenizer = opened.checkpoint, Tokenizer.of(opened.checkpoint)
     template = checkpoint.chat_template
     if not template:
@@ -103,18 +102,18 @@ class Engines:
 
     @property
     def uncounted(self) -> int:
-        """Runs that warm an engine up, at most."""
+        """The most warm-up runs of an engine."""
         return MOST_WARM if self.plan.device == "cuda" else 1
 
     @property
     def depths(self) -> list[int]:
-        """The depths that are chosen from now; without a drafter there is nothing to choose."""
+        """The depths that the engine chooses from; [0] without a drafter."""
         drafter, config = self.opened.drafter, self.opened.config
         return depth_choices(drafter.caps.max_depth, None, config.depths, drafter.caps.chain) if drafter else [0]
 
     def run_seconds(self) -> float:
-        """One run of every load, plainly, as operate/forecast/roofline.py predicts it before any weight is read. A
-        CPU counts by its cores, as if memory were as fast for each, so the estimate is low rather than high."""
+        """Predict the seconds of one plain run of every load, before any weight is read (operate/forecast/roofline.py).
+        A CPU counts by its cores, as if bandwidth grew with them, so the estimate is rather low."""
         like_this, plan = like(self._machine), self.plan
         share = self._machine.cores / like_this.hardware.cores if plan.device == "cpu" else 1.0
         rates = Rates(share * like_this.rates.bandwidth, {f: share * r for f, r in like_this.rates.arithmetic.items()})
@@ -128,7 +127,7 @@ class Engines:
         return total
 
     def speed(self, options: Options, name: str) -> Run:
-        """One run of a load. Raises UserError for settings that do not fit."""
+        """Run a load once and return its speed. Raises UserError for settings that do not fit."""
         key = tuple(sorted(options.items()))
         engine = self._engine(key)
         if (key, name) not in self._warm:
@@ -139,7 +138,7 @@ class Engines:
     # ---- the parts
 
     def _warm_up(self, engine: Engine, load: Load) -> None:
-        """One run; on a GPU as many as find new shapes of steps to record, which takes longer than running them."""
+        """Warm up: one run, and on a GPU as many as find new shapes of steps to capture."""
         last = self._run(engine, load).seconds
         for _ in range(self.uncounted - 1):
             seconds = self._run(engine, load).seconds
@@ -181,7 +180,7 @@ class Engines:
             torch.cuda.empty_cache()
 
     def _activate(self, plan: Plan, options: dict[str, Any]) -> None:
-        """What is set for the whole process: threads, and the tiles of kernels."""
+        """Apply the settings of the whole process: threads, and the tiles of kernels."""
         torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
         if plan.kernels == "native":
             from sparkdraft.kernels import native

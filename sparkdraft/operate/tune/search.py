@@ -1,10 +1,8 @@
-"""Tries settings one knob after the other within a time budget, and then judges the outcome: old against new, in turn.
+"""Tries settings one knob after the other within a time budget, then compares old and new over all loads.
 
-All speeds come from one function that is handed in (operate/tune/engines.py), so this file knows numbers alone. A
-setting is taken up if it is faster by more than the noise, which is measured beside it (operate/bench/speed/ratios.py).
-Several lucky
-measurements may add up, so what was found is measured again at the end, over all loads. It is kept only if it is faster
-on the whole and slower on no load. No torch.
+All speeds come from one function that is passed in (engines.py), so this file sees only numbers. A setting is taken if
+it is faster by more than the noise measured beside it (operate/bench/ratios.py). Several lucky measurements may add up,
+so the outcome is measured again at the end, and kept only if it is faster overall and slower on no load. No torch.
 """
 
 from __future__ import annotations
@@ -17,15 +15,61 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.operate.bench.speed.ratios import Sample, in_turn
-from sparkdraft.operate.tune.knobs import Knob
+from sparkdraft.operate.bench.ratios import Sample, in_turn
+from sparkdraft.plan.resolve import Plan
+
+ONE, SEVERAL, BURST, LONG = "one stream", "several streams", "a burst", "a long prompt"
+LOADS = (ONE, SEVERAL, BURST, LONG)
+TILES = "tiles"  # not a field of EngineConfig: whether the tiles that were found are used
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    name: str
+    now: Any
+    values: tuple[Any, ...]  # to be tried, the likeliest first
+    loads: tuple[str, ...]  # that show its effect
+
+
+def knobs(config: EngineConfig, plan: Plan, depths: Sequence[int], cores: int, kv_formats: Sequence[str]) -> list[Knob]:
+    """The knobs of a machine, except those that the user has set. depths: the current choices, the last of which is the
+    deepest possible; [0] if nothing drafts. kv_formats: those that the user allows."""
+    rows, seqs = plan.max_rows, plan.max_seqs
+    found = [
+        Knob("max_rows", rows, (2 * rows, rows // 2, 4 * rows, rows // 4), (LONG, BURST)),
+        Knob("max_seqs", seqs, (2 * seqs, seqs // 2, 4 * seqs), (BURST,)),
+        Knob("kv", plan.kv, tuple(kv_formats), (SEVERAL, LONG)),
+    ]
+    if plan.device == "cpu":
+        found.insert(0, Knob("threads", plan.threads, (cores, cores - 1, cores // 2), (ONE, BURST)))
+    if len(depths) > 1 and config.spec == "auto":
+        named = ",".join(map(str, depths))
+        found.append(Knob("spec_depths", named, tuple(depth_lists(depths[-1])), (ONE, SEVERAL)))
+    return [k for each in found if config.is_open(each.name) and (k := _useful(each)).values]
+
+
+def depth_lists(deepest: int) -> list[str]:
+    """The choices of depths to try: few are learnt and captured fast, many come nearer to the best."""
+    few = {0, min(3, deepest), deepest}
+    shallow = {d for d in (0, 1, 2, 3, 4) if d <= deepest}
+    many = {d for d in (0, 1, 2, 3, 5, 7, 10, 15, 23, 31) if d <= deepest} | {deepest}
+    return list(dict.fromkeys(",".join(map(str, sorted(depths))) for depths in (many, few, shallow)))
+
+
+def _useful(knob: Knob) -> Knob:
+    values = [v for v in dict.fromkeys(knob.values) if v != knob.now and (not isinstance(v, int) or v > 0)]
+    return Knob(knob.name, knob.now, tuple(values), knob.loads)
+
+
+# ---- the search
 
 Options = Mapping[str, Any]
 
 
 class Run(NamedTuple):
-    """One run of a load."""
+    """Record how long a run of a load took."""
 
     tok_s: float
     seconds: float
@@ -58,7 +102,7 @@ class Budget:
         self._runs.setdefault(load, []).append(seconds)
 
     def round_seconds(self, loads: Iterable[str], runs: int = RUNS) -> float:
-        """By medians: one run beside other work of the machine must not end the search."""
+        """The seconds of a round, by medians: one disturbed run must not end the search."""
         return sum(runs * statistics.median(self._runs[load]) for load in loads)
 
 
@@ -74,7 +118,7 @@ class Compared:
 
     @property
     def noise(self) -> float:
-        """Of the mean. The loads' own errors are independent."""
+        """The noise of the mean; the loads' errors are independent."""
         return math.hypot(*(sample.noise for sample in self.samples.values())) / len(self.samples)
 
     @property
@@ -114,8 +158,8 @@ class Outcome:
 
 
 def least_seconds(run_seconds: float) -> float:
-    """The shortest useful time: the old settings run twice, the first time to warm up, and then the last comparison
-    must fit into its share. run_seconds: of one run of every load."""
+    """The shortest useful time: the old settings run twice, once to warm up, and the last comparison must fit into its
+    share. run_seconds: of one run of every load."""
     return run_seconds * (2 + LEAST_ROUNDS * RUNS / LARGEST_SHARE)
 
 
@@ -126,8 +170,8 @@ class Search:
     def __init__(
         self, measure: Measure, loads: Sequence[str], budget: Budget, stage: Say, say: Say, uncounted: int = 1
     ) -> None:
-        """stage: told what is being done. say: told each result. uncounted: runs of new settings that warm them up, at
-        most."""
+        """stage: called with what is being done. say: called with each result. uncounted: the most warm-up runs of new
+        settings."""
         self._measure, self.loads, self.budget, self.uncounted = measure, loads, budget, uncounted
         self.stage, self.say = stage, say
 
@@ -138,7 +182,7 @@ class Search:
         return run.tok_s
 
     def run(self, knobs: Iterable[Knob], old: Options) -> Outcome:
-        """knobs: the first is asked for when the old settings have run, and there is time to try others."""
+        """knobs: asked for once the old settings have run and time is left to try others."""
         outcome = Outcome(dict(old), dict(old))
         for load in self.loads:
             self.stage(f"the old settings, {load}")
@@ -161,7 +205,7 @@ class Search:
         return Compared(found)
 
     def reserve(self) -> float:
-        """Seconds that the last comparison needs at least."""
+        """The least seconds of the last comparison."""
         return LEAST_ROUNDS * self.budget.round_seconds(self.loads)
 
     # ---- the parts
@@ -170,7 +214,7 @@ class Search:
         return {load: self.measure(options, load)}
 
     def _turn(self, knob: Knob, outcome: Outcome) -> None:
-        """Try all values of a knob, and take up the fastest if it is faster."""
+        """Try all values of a knob and take the fastest if it is faster than the old one."""
         best, ratio = None, 0.0
         for value in knob.values:
             setting = f"{knob.name} {value}"
@@ -195,7 +239,7 @@ class Search:
         return min(max(int(self.budget.left / each), LEAST_ROUNDS), MOST_ROUNDS)
 
     def _check_budget(self) -> None:
-        """Before anything is tried: is there time for the comparison at the end?"""
+        """Raise UserError if there is no time for the comparison at the end."""
         if (needed := self.reserve()) > LARGEST_SHARE * self.budget.left:
             minutes = math.ceil((self.budget.spent + needed / LARGEST_SHARE) / 60)
             raise UserError(

@@ -1,10 +1,8 @@
-"""The search for kernels' tiles on a GPU: which tiles are tried, how each is timed, and which one is taken.
+"""Searches the tiles of GPU kernels: which are tried, how each is timed, and which is taken.
 
-`sparkdraft tune` searches the shapes of the user's model (model_tiles.py), and tools/cuda_*.py those of published
-models; both use this file. A tile that is tried takes the place of the table's (kernels/cuda/runtime/tuned) while
-it is timed.
-A figure is a replayed CUDA graph of launches that read more than the L2 holds. In Triton's interpreter everything runs,
-and the times mean nothing.
+`sparkdraft tune` searches the shapes of the user's model, and tools/cuda_*.py those of published models. While a tile
+is timed it replaces the one in the table (kernels/cuda/runtime/tuned). A figure is the time of a replayed CUDA graph
+whose launches read more than the L2 holds. In Triton's interpreter everything runs, and the times mean nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda.attention import paged
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.linear.few_rows import Tile
@@ -24,7 +26,11 @@ from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.compiling import only_compiling
-from sparkdraft.kernels.cuda.runtime.gpu import Gpu
+from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
+from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed, Routing
+from sparkdraft.models.common.blocks import Decoder, GatedMLP
+from sparkdraft.models.common.experts import Experts
+from sparkdraft.weights.linear import Linear, WeightTiles
 
 COLD_BYTES = 256 << 20  # a graph reads this much at least, five times the L2 of an H200
 FEW = [(64, 2), (128, 2), (32, 1), (64, 4)]  # lines and warps over codes; all but the last run mma.sync
@@ -39,7 +45,7 @@ def say_now(text: str) -> None:
 
 
 def seconds(launches: Sequence[Launch], goal: float = 0.1) -> float:
-    """Seconds per launch: the median of five timings of a graph that holds all of them."""
+    """Return the seconds per launch: the median of five timings of a graph that holds all launches."""
     if not torch.cuda.is_available():  # in the interpreter
         begin = time.perf_counter()
         launches[-1]()
@@ -65,7 +71,7 @@ def seconds(launches: Sequence[Launch], goal: float = 0.1) -> float:
 
 
 def forget() -> None:
-    """Launches that were chosen are chosen again."""
+    """Forget which tiles were chosen for launches."""
     for cached in (
         few_rows._launch, few_rows._wide_launch, experts._launch, paged._launch, delta_steps.choose_tile,
         delta_chunks.choose_tiles,
@@ -74,7 +80,7 @@ def forget() -> None:
 
 
 def put(gpu: Gpu, kernel: str, form: str, shape: tuple[int, ...], tile: Any) -> Any:
-    """Into the table that launches look into; None removes the entry. Returns what was there."""
+    """Put a tile into the table that launches look into, or remove the entry for None. Returns the entry before."""
     table = tuned.tables(gpu).setdefault((kernel, form), {})
     before = table.pop(shape, None)
     if tile is not None:
@@ -85,7 +91,7 @@ def put(gpu: Gpu, kernel: str, form: str, shape: tuple[int, ...], tile: Any) -> 
 
 @contextmanager
 def using(gpu: Gpu, kernel: str, form: str, shape: tuple[int, ...], tile: list[int]) -> Iterator[None]:
-    """The tile in place of the table's."""
+    """Use a tile in place of the table's within the block."""
     before = put(gpu, kernel, form, shape, tile)
     try:
         yield
@@ -95,7 +101,7 @@ def using(gpu: Gpu, kernel: str, form: str, shape: tuple[int, ...], tile: list[i
 
 @contextmanager
 def compiling(what: str, say: Say = say_now) -> Iterator[None]:
-    """Kernels that are launched within are compiled and not run; what fails, fails again when it is timed."""
+    """Compile, without running, the kernels launched within the block. What fails will fail again when it is timed."""
     begin = time.perf_counter()
     try:
         with only_compiling():
@@ -113,7 +119,7 @@ class TileSearch:
     """Tries tiles, one kernel and shape after the other, and remembers the best."""
 
     def __init__(self, gpu: Gpu, has_time: Callable[[], bool], say: Say = say_now, most: int | None = None) -> None:
-        """most: tiles of a shape that are tried; None: all."""
+        """most: tiles to try per shape; None: all."""
         self.gpu, self.has_time, self.say, self.most = gpu, has_time, say, most
         self.found: tuned.Tables = {}
         self.in_use: tuned.Tables = {}  # before, for the same shapes
@@ -129,9 +135,9 @@ class TileSearch:
         weights: Sequence[float] = (),
         describe: Callable[[list[float]], str] = micros,
     ) -> list[int] | None:
-        """The tile that is the best over all that 'measure' times, each beside its own fastest; it is in use from now
-        on. tiles: the rule's first. once: launches the kernel, so that all tiles are compiled at once. weights: how
-        much each time counts."""
+        """Return the best tile over all that 'measure' times, each relative to its fastest, and use it from now on.
+        tiles: the rule's first. once: launches the kernel, so that all tiles compile together. weights: of each time.
+        """
         in_use = tuned.tables(self.gpu).get((kernel, form), {}).get(shape) or list(tiles[0])
         first = [in_use] if runs(kernel, in_use, tiles) else []
         tried = [list(tile) for tile in dict.fromkeys(map(tuple, [*first, *tiles]))][: self.most]
@@ -171,8 +177,8 @@ class TileSearch:
 
 
 def runs(kernel: str, tile: Sequence[int], tiles: Sequence[Sequence[int]]) -> bool:
-    """Whether the tile of a table is the one that runs: that of FEW_DOWN gives way if it adds up otherwise than those
-    that may be tried."""
+    """Whether the table's tile is the one that runs: FEW_DOWN's gives way if it sums in another order than the tiles to
+    try."""
     return kernel != experts.FEW_DOWN or experts.adds_up_alike(Tile(*tile), Tile(*tiles[0]))
 
 
@@ -185,7 +191,7 @@ def numbers(tile: Tile) -> list[int]:
 
 
 def sliced(steps: Sequence[int], across: int = 1, only: int = 0) -> list[list[int]]:
-    """Tiles whose warps share 'in'. across: lines of each line of the tile. only: so many slices."""
+    """Return tiles whose warps share 'in'. across: lines of each line of the tile. only: this number of slices."""
     made = [
         [max(lines // across, 8 if across > 1 else 16), step, slices, stages, 1, slices]
         for lines, slices in SLICED
@@ -197,8 +203,8 @@ def sliced(steps: Sequence[int], across: int = 1, only: int = 0) -> list[list[in
 
 
 def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[list[int]]:
-    """Of few rows times floats of 16 bits: the rule's, then others of its kind. may_split: the kernel that runs may
-    take parts of 'in'."""
+    """Return tiles for few rows times 16-bit floats: the rule's, then others. may_split: whether the kernel may split
+    'in'."""
     first = numbers(few_rows._choose(out, in_, 2, gpu.sms))
     if in_ < 2048:
         others = [[16, 64, 4, 10], [16, 64, 2, 10], [32, 64, 4, 10], [64, 64, 4, 6]]
@@ -219,7 +225,8 @@ def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[li
 
 
 def coded_tiles(out: int, in_: int, step: int, form: str, gpu: Gpu, may_split: bool = True) -> list[list[int]]:
-    """Of few rows times codes; step: columns of a tile, which the format decides. form: its name in the tables."""
+    """Return tiles for few rows times codes. step: columns of a tile, set by the format. form: its name in the
+    tables."""
     rule = few_rows._choose_coded(out, in_, step, 2, gpu.sms, "offset" in form)
     splits = sorted({1, 2, 4, rule.split}) if may_split else [1]
     found = [[64, step, 2, 6, k] for k in splits]
@@ -228,7 +235,7 @@ def coded_tiles(out: int, in_: int, step: int, form: str, gpu: Gpu, may_split: b
 
 
 def wide_tiles(step: int, rows: int) -> list[list[int]]:
-    """Of blocks of so many rows times codes."""
+    """Return tiles for blocks of so many rows times codes."""
     rule = [64, step, 2 if rows <= 32 else 4, 4]
     return [rule, *([n, step, w, s] for n, w in WIDE for s in (3, 5))]
 
@@ -236,7 +243,7 @@ def wide_tiles(step: int, rows: int) -> list[list[int]]:
 def expert_tiles(
     kernel: str, shape: tuple[int, ...], form: str, gpu: Gpu, step: int = 0, itemsize: int = 2
 ) -> list[list[int]]:
-    """Of experts. shape and form: as in the tables. step: columns of a tile of codes, 0 for floats."""
+    """Return tiles for experts. shape, form: as in the tables. step: columns of a tile of codes, 0 for floats."""
     in_, size = shape[1:]
     is_row, is_few = kernel == experts.ROW_DOWN, kernel in experts.FEW
     across = size if is_row else 1
@@ -269,7 +276,7 @@ def expert_tiles(
 
 
 def delta_tiles(kernel: str, dim: int) -> list[list[int]]:
-    """Of recurrent layers, the likeliest first: there may be no time for all."""
+    """Return tiles for recurrent layers, the likeliest first: there may be no time for all."""
     if kernel == delta_steps.KERNEL:
         found = [[16, 1], [8, 1], [32, 1], [16, 2], [32, 2], [64, 4], [128, 8]]
     elif kernel == delta_chunks.INSIDE:
@@ -277,3 +284,236 @@ def delta_tiles(kernel: str, dim: int) -> list[list[int]]:
     else:
         found = [[32, 4, 2], [64, 4, 2]]  # with one stage, Triton 3.6 reads memory that is not its own on an H200
     return [tile for tile in found if tile[0] <= dim]
+
+
+# ---- the tiles of a loaded model
+#
+# A graph reads the weights of many layers one after the other, so no weight is in the L2 when it is read, and the
+# search needs no memory of its own. Attention and recurrent layers are left to tools/cuda_kernels.py and
+# cuda_delta_rule.py.
+
+SHARE = 0.4  # of the time that is left for a search, for all tiles
+ROWS = {1: 2.0, 4: 1.0, 16: 2.0}  # rows of a step, and how much each counts in the choice of a tile
+WIDE_ROWS = (32, 64)
+EXPERT_ROWS = (16, 64, 256, 1024)
+MOST_COPIES = 32  # of a matrix in a graph
+GOAL = 0.02  # seconds of replays per figure
+
+
+class FoundTiles:
+    """Found tiles, and those that they replace."""
+
+    def __init__(self, gpu: Gpu, found: tuned.Tables, before: tuned.Tables) -> None:
+        self.gpu, self.found, self.before = gpu, found, before
+
+    def use(self, on: bool) -> None:
+        """Put these tiles, or those before them, into the tables that launches look into."""
+        for (kernel, form), each in self.found.items():
+            for shape, tile in each.items():
+                old = self.before.get((kernel, form), {}).get(shape)
+                put(self.gpu, kernel, form, shape, tile if on else old)
+
+    @property
+    def path(self) -> Path:
+        """The user's file, which precedes the package's."""
+        return tuned.user_file(self.gpu)
+
+    def save(self) -> None:
+        tuned.save(self.path, self.found)
+
+
+def find_tiles(model: Decoder, has_time: Callable[[], bool], stage: Say, say: Say) -> FoundTiles | None:
+    """Return tiles that are better than those in use, or None. Those in use stay in use."""
+    device, dtype = model.norm.gain.device, model.dtype
+    gpu = gpu_of(device)
+    before = {key: dict(each) for key, each in tuned.tables(gpu).items()}  # some tiles in use are by rule, in no table
+    search = TileSearch(gpu, has_time, lambda text: None)
+    with torch.inference_mode():
+        for family in families(model):
+            stage(f"tiles of {family.kind}, {family.shape[0]} x {family.shape[1]} ({family.form})")
+            search_matrices(search, family, device, dtype)
+        for group in expert_groups(model):
+            stage(f"tiles of {group[0].gate_up.count} experts")
+            search_experts(search, group, device, dtype)
+    changed: tuned.Tables = {}
+    for key, each in search.found.items():
+        for shape, tile in each.items():
+            put(gpu, *key, shape, before.get(key, {}).get(shape))
+            if tile != search.in_use[key][shape]:
+                changed.setdefault(key, {})[shape] = tile
+                say(f"tile of {key[0]} {'x'.join(map(str, shape))} ({key[1]}): {tile}")
+    return FoundTiles(gpu, changed, before) if changed else None
+
+
+# ---- matrices
+
+
+@dataclass(slots=True)
+class Family:
+    """Matrices of a model that share a tile, and how they are used."""
+
+    kind: str  # "linear", "norm_gated" or "norm_argmax"
+    form: str
+    shape: tuple[int, int]
+    members: list[WeightTiles] = field(default_factory=list)
+    activation: Activation = SILU
+
+
+def families(model: Decoder) -> list[Family]:
+    """Return the families, the largest first: they take most of a step's time."""
+    found: dict[tuple[str, tuple[int, int]], Family] = {}
+    gated = {id(m.gate_up): m.activation for m in _mlps(model)}
+    for matrix in model.matrices:
+        if not isinstance(matrix, Linear):
+            continue
+        for part in matrix.parts or [matrix]:
+            if part.tiles is None:
+                continue
+            kind = "norm_gated" if id(part) in gated else "norm_argmax" if part is model.head else "linear"
+            made = Family(kind, part.tiles.format, part.tiles.shape, [], gated.get(id(part), SILU))
+            family = found.setdefault((made.form, made.shape), made)
+            if len(family.members) < MOST_COPIES:
+                family.members.append(part.tiles)
+    return sorted(found.values(), key=lambda f: -len(f.members) * f.shape[0] * f.shape[1])
+
+
+def search_matrices(search: TileSearch, family: Family, device: torch.device, dtype: torch.dtype) -> None:
+    (out, in_), members, first = family.shape, family.members, family.members[0]
+    launch = _launcher(family, device, dtype)
+    may_split = family.kind == "linear"
+    if first.layout:
+        tried = coded_tiles(out, in_, first.layout.tile, family.form, search.gpu, may_split)
+    elif dtype.itemsize == 2:
+        tried = float_tiles(out, in_, search.gpu, may_split)
+    else:
+        return  # the lists are of 16 bits
+
+    def measure() -> list[float]:
+        alone = launch(1, first)
+        if any(not torch.equal(alone[0], launch(rows, first)[0]) for rows in ROWS):
+            raise RuntimeError("rows depend on their neighbours")
+        return _times(launch, list(ROWS), members)
+
+    weights = list(ROWS.values())
+    search.best(few_rows.KERNEL, family.form, family.shape, tried, measure, lambda: launch(1, first), weights)
+    if not first.layout or family.kind == "norm_argmax":
+        return
+    for rows in WIDE_ROWS:
+        wide, shape = wide_tiles(first.layout.tile, rows), (out, in_, few_rows.block_rows(rows))
+        run = _wide_launcher(_normal(rows, in_, device, dtype), out)
+        timed = partial(_times, run, [rows], members)
+        search.best(few_rows.WIDE, family.form, shape, wide, timed, partial(run, rows, first))
+
+
+Runner = Callable[[int, WeightTiles], Tensor]  # rows, weight
+
+
+def _wide_launcher(x: Tensor, out: int) -> Runner:
+    target = torch.empty(len(x), out, dtype=x.dtype, device=x.device)
+
+    def launch(rows: int, weight: WeightTiles) -> Tensor:
+        few_rows.wide_linear(x[:rows], weight, target[:rows])
+        return target
+
+    return launch
+
+
+def _launcher(family: Family, device: torch.device, dtype: torch.dtype) -> Runner:
+    """Return a function that runs the family's kernel over so many rows; the first rows are always the same."""
+    in_ = family.shape[1]
+    rows16 = _normal(few_rows.MOST_ROWS, in_, device, dtype)
+    norm = Norm(torch.ones(in_, dtype=dtype, device=device), 1e-6)
+    scaled, squares = few_rows.prepare(Normed(rows16, norm))
+
+    def launch(rows: int, weight: WeightTiles) -> Tensor:
+        if family.kind == "linear":
+            return few_rows.linear(rows16[:rows], weight)
+        normed = Normed(rows16[:rows], norm, scaled[:rows], squares[:rows])
+        if family.kind == "norm_gated":
+            return few_rows.norm_gated(normed, weight, family.activation)
+        return few_rows.norm_argmax(normed, weight)
+
+    return launch
+
+
+def _times(run: Runner, rows: list[int], members: list[WeightTiles]) -> list[float]:
+    return [seconds([partial(run, count, weight) for weight in members], GOAL) for count in rows]
+
+
+def _normal(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.empty(rows, width, dtype=dtype, device=device).normal_(generator=generator)
+
+
+def _mlps(model: Decoder) -> Iterator[GatedMLP]:
+    for part in _parts(model):
+        if isinstance(part, GatedMLP):
+            yield part
+
+
+def _parts(model: Decoder) -> Iterator[object]:
+    """Yield the MLPs of all layers, and their parts."""
+    for layer in model.layers:
+        mlp = getattr(layer, "mlp", None)
+        yield from (mlp, getattr(mlp, "mlp", None), getattr(mlp, "experts", None))
+
+
+# ---- experts
+
+
+def expert_groups(model: Decoder) -> list[list[Experts]]:
+    """Group layers of experts by shape."""
+    found: dict[tuple[object, ...], list[Experts]] = {}
+    for part in _parts(model):
+        if isinstance(part, Experts) and part.gate_up.tiles and part.down.tiles:
+            key = (part.gate_up.tiles.format, part.gate_up.tiles.shape, part.down.tiles.shape, part.spec.top_k)
+            found.setdefault(key, []).append(part)
+    return list(found.values())
+
+
+def search_experts(search: TileSearch, group: list[Experts], device: torch.device, dtype: torch.dtype) -> None:
+    """Search each kernel by the time of a layer's experts as a whole, with random routings."""
+    first, top_k, count = group[0], group[0].spec.top_k, group[0].gate_up.count
+    assert first.gate_up.tiles and first.down.tiles
+    hidden, inter = first.gate_up.tiles.shape[1], first.down.tiles.shape[1]
+    wide, narrow = (2 * inter, hidden), (hidden, inter)
+    coded = first.gate_up.tiles.layout is not None
+    few = [rows for rows in (1, 2) if experts.one_by_one(rows, top_k, count)]
+    choices = 1 << (top_k - 1).bit_length()
+    jobs = [(experts.ROW_DOWN, (*narrow, choices), few)] if few else []
+    for rows in EXPERT_ROWS:
+        if rows <= few_rows.MOST_ROWS:
+            jobs += [(experts.FEW_GATE_UP, (*wide, choices), [1, rows]), (experts.FEW_DOWN, (*narrow, choices), [rows])]
+        else:
+            size = experts.block_size(rows, top_k, count, coded)
+            jobs += [(experts.GATE_UP, (*wide, size), [rows]), (experts.DOWN, (*narrow, size), [rows])]
+    seen = set[tuple[str, tuple[int, ...]]]()
+    for kernel, key, each in jobs:
+        if (kernel, key) in seen:
+            continue
+        seen.add((kernel, key))
+        matrix = first.gate_up if key[:2] == wide else first.down
+        assert matrix.tiles
+        form, step = matrix.tiles.format, few_rows.step_of(matrix.tiles)
+        tried = expert_tiles(kernel, key, form, search.gpu, step, dtype.itemsize)
+        cases = [_expert_launches(group, rows, device, dtype) for rows in each]
+        search.best(kernel, matrix.tiles.format, key, tried, partial(_case_times, cases), cases[0][0])
+
+
+def _case_times(cases: list[list[Launch]]) -> list[float]:
+    return [seconds(launches, GOAL) for launches in cases]
+
+
+def _expert_launches(group: list[Experts], rows: int, device: torch.device, dtype: torch.dtype) -> list[Launch]:
+    tile = group[0].gate_up.tiles
+    assert tile
+    x = _normal(rows, tile.shape[1], device, dtype)
+    norm = Norm(torch.ones(tile.shape[1], dtype=dtype, device=device), 1e-6)
+    generator, made = torch.Generator(device).manual_seed(rows), list[Launch]()
+    for layer in group[:MOST_COPIES]:
+        chance = torch.rand(rows, layer.gate_up.count, generator=generator, device=device)
+        ids = chance.argsort(1)[:, : layer.spec.top_k].int().contiguous()
+        routing = Routing(ids, torch.full(ids.shape, 1 / layer.spec.top_k, device=device))
+        weights = layer.gate_up, layer.down, layer.spec.activation
+        made.append(partial(cuda.norm_experts, Normed(x, norm), routing, *weights))
+    return made

@@ -17,10 +17,9 @@ from sparkdraft.cache.formats.turboquant import CodedLayerKV
 from sparkdraft.config import EngineConfig
 from sparkdraft.engine.backend import load_backend
 from sparkdraft.engine.engine import Engine
-from sparkdraft.operate.canary.asker import Asker
-from sparkdraft.operate.canary.at_start import Canary, named
 from sparkdraft.operate.canary.findings import CODED_CACHE, FAILED, GRAMMARS, PASSED, TOOLS, Failed, Finding, summary
-from sparkdraft.operate.canary.probes import codes_are_within_bounds
+from sparkdraft.operate.canary.probes import Asker, codes_are_within_bounds
+from sparkdraft.operate.canary.run import Canary, named
 from sparkdraft.server.engine_client import EngineClient
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.tiny import write_tiny
@@ -143,7 +142,7 @@ def test_a_coded_cache_beyond_its_bound_is_replaced_by_an_exact_one(
 
 def test_codes_that_fail_again_are_told_again(coded_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Finding("coded cache within its bound", FAILED, "far off", CODED_CACHE)
-    monkeypatch.setattr("sparkdraft.operate.canary.at_start.run_probes", lambda *_: [failing])
+    monkeypatch.setattr("sparkdraft.operate.canary.run.run_probes", lambda *_: [failing])
     canary = Canary(load_backend, coded_options, lambda *stage: None, "auto")
     canary.load()
     assert [named(finding) for finding in canary.broken] == [named(failing), "answers may be wrong"]

@@ -20,11 +20,9 @@ from sparkdraft.engine.backend import EngineBackend
 from sparkdraft.engine.load import load
 from sparkdraft.engine.sampler import Sampled
 from sparkdraft.operate.canary import probes
-from sparkdraft.operate.canary.asker import Asker
 from sparkdraft.operate.canary.findings import FAILED, PASSED, Failed, Finding, Skipped
-from sparkdraft.operate.canary.needle import needle_is_found
+from sparkdraft.operate.canary.probes import Asker, call_is_read, needle_is_found, read_call
 from sparkdraft.operate.canary.run import run_probes, switch_off
-from sparkdraft.operate.canary.tool_call import call_is_read, read_call
 from sparkdraft.text.events import Content, Event, ToolArguments
 from sparkdraft.text.tools.generic import Generic, GenericParser
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sparkdraft.cli.main import main
-from sparkdraft.operate.canary import http_client, remote
+from sparkdraft.operate.canary import remote
 from tests.fakes.web import serving
 
 COUNTED = "one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve"
@@ -227,7 +227,7 @@ def test_each_fault_is_found(
         monkeypatch.setattr(remote, "STALL", 0.3)
         monkeypatch.setattr(remote, "SLOWER", 2)
     if fault == "buffered":
-        monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: check.server.now))
+        monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: check.server.now))
     status, found, printed = check(fault, *(["--timeout", "2"] if fault == "hang" else []))
     assert status == 1 and found[probe]["status"] == "failed" and said in found[probe]["detail"], printed
     others = {name for name, each in found.items() if name != probe and each["status"] == "failed"}

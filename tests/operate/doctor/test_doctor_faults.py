@@ -13,14 +13,25 @@ import pytest
 from sparkdraft.core import Fact
 from sparkdraft.kernels.native import build
 from sparkdraft.operate.doctor import software
-from sparkdraft.operate.doctor.bandwidth import Measured, judge_bandwidth
-from sparkdraft.operate.doctor.cache_files import judge_cache, judge_downloads
 from sparkdraft.operate.doctor.engine import TUNE, judge_facts
-from sparkdraft.operate.doctor.finding import Finding, Status
-from sparkdraft.operate.doctor.gpu import GpuState, count_others, judge_gpu, read_gpus, state
-from sparkdraft.operate.doctor.hardware import Cores, judge_cores
-from sparkdraft.operate.doctor.memory import GpuMemory, Memory, judge_disk, judge_memory
-from sparkdraft.operate.doctor.report import Report, without_paths
+from sparkdraft.operate.doctor.finding import Finding, Report, Status, without_paths
+from sparkdraft.operate.doctor.machine import (
+    Cores,
+    GpuMemory,
+    GpuState,
+    Measured,
+    Memory,
+    count_others,
+    judge_bandwidth,
+    judge_cache,
+    judge_cores,
+    judge_disk,
+    judge_downloads,
+    judge_gpu,
+    judge_memory,
+    read_gpus,
+    state,
+)
 from sparkdraft.operate.doctor.software import Torch
 from sparkdraft.operate.forecast.machine import describing
 from sparkdraft.weights import hub
@@ -119,7 +130,7 @@ def test_an_old_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- the GPU
 
-# as nvidia-smi prints the fields of operate/doctor/gpu.py
+# as nvidia-smi prints the fields of operate/doctor/machine.py
 HEALTHY = f"{H200}, 580.126, P0, 1980, 1980, 3201, 410.52, 700.00, 700.00, 45, 0x0000000000000000\n"
 STUCK = f"{SPARK}, 580.95.05, P8, 611, 3003, [N/A], 29.80, [N/A], [N/A], 51, 0x0000000000000000\n"
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from sparkdraft import LLM
+from sparkdraft.cli.main import main
 from sparkdraft.kernels import native, reference
-from sparkdraft.operate.doctor import engine as doctor
-from sparkdraft.operate.doctor import trials
-from sparkdraft.operate.doctor.watch import ENDS, Watch, _triton, listed
+from sparkdraft.operate.doctor import engine
+from sparkdraft.operate.instrument import ENDS, Watch, _triton, listed
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
+from tests.kernels.triton_device import gpu_only
 from tests.models.tiny import write_tiny
 
 
@@ -28,7 +30,7 @@ def names(watch: Watch, layer: int) -> list[str]:
 def test_native_kernels_are_seen_by_layer(tiny: Path) -> None:
     """The second layer is dense, the others have experts."""
     llm = LLM(str(tiny), device="cpu", dtype="quantised", spec="off")
-    prompt, row = trials.run_watched(llm.engine)
+    prompt, row = engine.run_watched(llm.engine)
     for number in range(len(llm.model_config.layers)):
         ran = names(row, number)
         assert ran.count("paged_attention") == 1 and ran.count("kv_write") == 1
@@ -44,23 +46,23 @@ def test_native_kernels_are_seen_by_layer(tiny: Path) -> None:
 def test_an_operator_that_is_left_to_torch_is_seen(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "gated", reference.gated)
     llm = LLM(str(tiny), device="cpu", dtype="quantised", spec="off")
-    _, row = trials.run_watched(llm.engine)
+    _, row = engine.run_watched(llm.engine)
     assert any(name.startswith("torch.") for name in names(row, 1))
     assert not any(name.startswith("torch.") for name in names(row, 0)), "experts have an activation of their own"
-    found = doctor._plan(llm.engine)
+    found = engine._plan(llm.engine)
     (change,) = (each for each in found if each.status)
     assert "is not one of the CPU kernels" in change.value
 
 
 def test_torchs_operators_are_seen(tiny: Path) -> None:
     llm = LLM(str(tiny), device="cpu", dtype="float32", spec="off")
-    _, row = trials.run_watched(llm.engine)
+    _, row = engine.run_watched(llm.engine)
     assert "torch.linear" in names(row, 0) and all(each.kernel.startswith("torch.") for each in row.ran)
 
 
 def test_counted_steps(tiny: Path) -> None:
     recorded, off = (
-        trials.run_counted(LLM(str(tiny), device="cpu", dtype="quantised", spec="off", graphs=graphs).engine)
+        engine.run_counted(LLM(str(tiny), device="cpu", dtype="quantised", spec="off", graphs=graphs).engine)
         for graphs in (True, False)
     )
     assert recorded.replayed == recorded.steps - 1 and recorded.kernels > 10, "all but the prompt's"
@@ -71,11 +73,11 @@ def test_a_drafters_kernels_are_seen(tmp_path: Path) -> None:
     target = write_tiny(tmp_path / "target", "qwen3")
     own = write_drafter(tmp_path / "drafter", zlab(body("ff")), random_tensors(body("ff")))
     llm = LLM(str(target), device="cpu", dtype="quantised", drafter=str(own), ngram=False)
-    watch, proposer = trials.run_drafter_watched(llm.engine), llm.engine.drafting.proposer
+    watch, proposer = engine.run_drafter_watched(llm.engine), llm.engine.drafting.proposer
     assert watch and proposer and "propose" not in vars(proposer.drafter), "all is back in its place"
     for number in range(2):
         assert names(watch, number).count("paged_attention") == 1 and "gated" in names(watch, number)
-    (found,) = doctor._drafter(llm.engine, watch)
+    (found,) = engine._drafter(llm.engine, watch)
     assert found.name == "drafter's layers 0-1" and "in both directions" in found.value
     assert "paged_attention" in found.proof
 
@@ -100,3 +102,12 @@ def test_tritons_launches_are_seen_with_their_tiles(monkeypatch: pytest.MonkeyPa
 
 def test_kernels_are_listed_in_order() -> None:
     assert listed([("_attend", (16, 64, 4, 3)), ("linear", ()), ("linear", ())]) == "attend [16x64x4x3], 2 x linear"
+
+
+@gpu_only
+def test_the_whole_command_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(write_tiny(tmp_path / "tiny", "llama")), "--device", "cuda", "--json"]) <= 1
+    report = json.loads(capsys.readouterr().out)
+    names = {each["name"]: each for each in report["findings"]}
+    assert {"GPU", "clocks", "memory bandwidth", "matrix tiles", "attention tiles", "kernel launches"} <= names.keys()
+    assert "launched ahead" in names["overlapped steps"]["proof"] and "replayed" in names["decode steps"]["proof"]

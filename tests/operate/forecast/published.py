@@ -11,7 +11,7 @@ from sparkdraft.drafters.packaged import ASSETS
 from sparkdraft.models.common.config import ModelConfig, uniform_config
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.named_shapes import TARGET_FILES, drafter_shape, shape
+from sparkdraft.operate.bench.shapes import TARGET_FILES, drafter_shape, shape
 from sparkdraft.operate.forecast.roofline import DraftPass
 from tests.operate.forecast.described import attention
 

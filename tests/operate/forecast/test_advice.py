@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sparkdraft.config import KV_FORMATS, EngineConfig
-from sparkdraft.operate.bench.named_shapes import drafter_shape, shape
+from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.advice import (
     Alternative,
     Bought,

@@ -10,7 +10,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.drafters.dflash_caps import caps_of
 from sparkdraft.drafters.draft_configs import among
-from sparkdraft.operate.bench.named_shapes import drafter_shape, shape
+from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.forecast import CLASSES, Forecast, Question, chance_of
 from sparkdraft.operate.forecast.machine import find_machine
 from sparkdraft.plan.resolve import resolve

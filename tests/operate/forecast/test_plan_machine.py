@@ -12,11 +12,18 @@ import pytest
 from sparkdraft.cli.plan import read_formats, read_model
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.operate.forecast import rates
+from sparkdraft.operate.forecast.cpu_rates import CpuRates, MatmulRate
 from sparkdraft.operate.forecast.forecast import Forecast, Question
-from sparkdraft.operate.forecast.machine import FOLDER, find_machine, known_machines, like, this_machine
+from sparkdraft.operate.forecast.machine import (
+    FOLDER,
+    find_machine,
+    fit,
+    known_machines,
+    like,
+    this_machine,
+)
 from sparkdraft.operate.forecast.roofline import overlap
-from sparkdraft.operate.forecast.this_cpu import CpuRates, MatmulRate, fit
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.weight_formats import WeightFormats, kept_on_cpu, names_of, of_gguf
 from sparkdraft.weights.gguf import GgufCheckpoint
@@ -101,7 +108,7 @@ def test_a_gpu_gets_the_losses_of_its_file_or_the_widest() -> None:
 
 
 def test_the_machine_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 16 << 20)
+    monkeypatch.setitem(rates.SIZE, "cpu", 16 << 20)
     machine = this_machine()
     assert machine.name == "this" and machine.rates.bandwidth > 1e8 and machine.hardware.free_bytes > 0
     if machine.hardware.device == "cpu" and machine.native_problem is None:
@@ -112,7 +119,7 @@ def test_the_machine_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_its_kernels_a_cpu_gets_the_losses_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bandwidth.SIZE, "cpu", 16 << 20)
+    monkeypatch.setitem(rates.SIZE, "cpu", 16 << 20)
     monkeypatch.setattr("sparkdraft.engine.machine.native_problem", lambda config, found: "no compiler")
     machine, file = this_machine(), find_machine("cpu")
     assert machine.native_problem == "no compiler" and machine.losses() == file.losses()

@@ -8,7 +8,7 @@ import pytest
 
 from sparkdraft.drafters.dflash_caps import caps_of
 from sparkdraft.models.common.sizes import kv_bytes_per_token, model_sizes
-from sparkdraft.operate.bench.named_shapes import drafter_shape, shape
+from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.roofline import DraftPass, Load, Losses, Rates, Target, overlap, step
 from sparkdraft.plan.weight_formats import WeightFormats
 from tests.operate.forecast.published import DRAFTERS, MODELS

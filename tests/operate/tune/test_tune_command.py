@@ -19,10 +19,10 @@ from sparkdraft.core import UserError
 from sparkdraft.engine import profile
 from sparkdraft.engine.load import open_model
 from sparkdraft.engine.profile import read_profile
-from sparkdraft.operate.bench.speed.ratios import Sample
+from sparkdraft.operate.bench.ratios import Sample
 from sparkdraft.operate.tune import search
 from sparkdraft.operate.tune.engines import Engines, make_loads
-from sparkdraft.operate.tune.knobs import BURST, LONG, ONE, SEVERAL, TILES
+from sparkdraft.operate.tune.search import BURST, LONG, ONE, SEVERAL, TILES
 from sparkdraft.plan import resolve
 from tests.fakes import fake_plan
 from tests.models.tiny import write_tiny

@@ -10,8 +10,20 @@ import pytest
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.operate.tune.knobs import BURST, LOADS, LONG, ONE, Knob, depth_lists, knobs
-from sparkdraft.operate.tune.search import Budget, Options, Outcome, Run, Search
+from sparkdraft.operate.tune.search import (
+    BURST,
+    LOADS,
+    LONG,
+    ONE,
+    Budget,
+    Knob,
+    Options,
+    Outcome,
+    Run,
+    Search,
+    depth_lists,
+    knobs,
+)
 from tests.fakes import fake_plan
 
 ROWS = Knob("max_rows", 512, (1024, 256), (LONG, BURST))

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from sparkdraft.kernels.cuda.runtime.graph import no_garbage_collected
-from sparkdraft.util.cores import usable_cores
+from sparkdraft.util.this_machine import usable_cores
 
 compiled_late: list[str] = []  # why kernels are not compiled ahead in this process; after one failure it is not tried
 _broken: list[torch.cuda.CUDAGraph] = []  # graphs of failed captures, which torch may still ask about

@@ -1,7 +1,7 @@
-"""Measures two things in turn (A, B, B, A), and estimates how far their ratio can be trusted on a noisy machine.
+"""Measures two things in turn (A, B, B, A) and estimates how far their ratio can be trusted on a noisy machine.
 
-A machine that slows down steadily slows both sides of such a round alike. The two As of a round are the same work, so
-their difference is the machine's noise, measured where it matters, in the same minute.
+A machine that slows down steadily slows both sides of a round alike. Both As of a round are the same work, so their
+difference is the noise of the machine in that minute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TWO_ERRORS = 2 * 1.25 * 1.48 / math.sqrt(2)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The ratio of one line as it was measured, round by round."""
+    """The measured ratio of two things, round by round."""
 
     ratios: list[float]  # B against A
     controls: list[float]  # A against A: 1 on a quiet machine
@@ -35,21 +35,20 @@ class Sample:
 
     @property
     def noise(self) -> float:
-        """How far off the ratio may be, as a share of it. One bad round moves a mean, so with a mean all rounds
-        count."""
+        """The uncertainty of the ratio, as a share of it. One bad round moves a mean, so there all rounds count."""
         if self.differ:
             return math.sqrt(2 * statistics.fmean(math.log(c) ** 2 for c in self.controls) / len(self.ratios))
         return TWO_ERRORS * statistics.median(abs(math.log(c)) for c in self.controls) / math.sqrt(len(self.ratios))
 
 
 def joined(samples: Iterable[Sample], differ: bool = False) -> Sample:
-    """One sample from the rounds of several. differ: they are not the same work."""
+    """Join the rounds of several samples. differ: they are not the same work."""
     each = list(samples)
     return Sample([r for s in each for r in s.ratios], [c for s in each for c in s.controls], differ)
 
 
 def in_turn(a: Side, b: Side, rounds: int, progress: Progress) -> dict[str, Sample]:
-    """A, B, B, A in each round; one sample per metric that both sides give."""
+    """Run A, B, B, A in each round; return a sample per metric that both sides give."""
     samples: dict[str, Sample] = {}
     for done in range(rounds):
         first, one, other, last = a(), b(), b(), a()
@@ -62,11 +61,11 @@ def in_turn(a: Side, b: Side, rounds: int, progress: Progress) -> dict[str, Samp
 
 
 def against(value: float, measured: list[float]) -> Sample:
-    """Measurements of one thing against a given value; the control of each is the one before."""
+    """Compare measurements of one thing with a given value; the control of each is the one before."""
     controls = [later / earlier for earlier, later in pairwise(measured)]
     return Sample([each / value for each in measured], controls or [1.0])
 
 
 def part(progress: Progress, done: int, total: int) -> Progress:
-    """The progress of a part, reported as progress of the whole."""
+    """Report the progress of a part as progress of the whole."""
     return lambda more, _: progress(done + more, total)

@@ -1,7 +1,7 @@
-"""The lines of a GPU: Qwen3-8B's shape with random weights, compared with the machine's ceilings and with itself.
+"""Lines for a GPU: Qwen3-8B's shape with random weights, compared with the machine's ceilings and with itself.
 
-operate/bench/offline.py measures speeds, as in docs/numbers. Ceilings are measured in the same rounds. Nothing is
-downloaded: the embedded model's line is skipped if its file is not in the cache.
+Speeds are measured by operate/bench/offline.py, ceilings in the same rounds. Nothing is downloaded: the embedded
+model's line is skipped if its file is not in the cache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from sparkdraft.config import NO_PROFILE, EngineConfig
 from sparkdraft.core import AUTO, SamplingParams
 from sparkdraft.llm import LLM
 from sparkdraft.operate.bench.accept import chat_prompts, decode, read_prompts
+from sparkdraft.operate.bench.check_speed.check import Group, Measure, Names, Skipped, for_streams
 from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
-from sparkdraft.operate.bench.shapes import drafter_shape, random_engine, shape
-from sparkdraft.operate.bench.speed.check import Group, Measure, Names, Skipped
-from sparkdraft.operate.bench.speed.lines import for_streams
-from sparkdraft.operate.bench.speed.ratios import Metrics, Progress, Sample, Side, in_turn, joined, part
+from sparkdraft.operate.bench.random_model import drafter_shape, random_engine, shape
+from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, Side, in_turn, joined, part
 from sparkdraft.operate.bench.synthetic import Acceptance
-from sparkdraft.operate.forecast.bandwidth import matmul_rate, memory_bandwidth
+from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth
 from sparkdraft.weights import hub
 
 ROUNDS = 3
@@ -35,7 +34,7 @@ EMBEDDED_PROMPTS, EMBEDDED_LEN = 4, 128
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is measured. The sizes are those of docs/numbers."""
+    """The sizes that are measured, as in docs/numbers."""
 
     device: str = "cuda"
     dtype: str = "auto"
@@ -52,7 +51,7 @@ class Setup:
     context_len: int = 16  # tokens written after it
 
     def bench(self, streams: int, tokens: int, spec: str = "off", kv: str = "exact", synthetic: bool = False) -> Bench:
-        """spec: 'off' has no drafter, '0' a parked one. tokens: prompt and output of the longest load."""
+        """spec: 'off' has no drafter, '0' a paused one. tokens: prompt and output of the longest load."""
         config = EngineConfig(
             model=self.model,
             device=self.device,
@@ -73,7 +72,7 @@ class Setup:
 
 
 def short_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """Plain, parked and drafted steps at 1, 4 and 16 streams."""
+    """Measure plain, paused and drafted steps at 1, 4 and 16 streams."""
     most, tokens = 16, setup.prompt_len + setup.drafted_len
     samples: dict[str, Sample] = {}
     plain = setup.bench(most, tokens)
@@ -100,7 +99,7 @@ def _compare(setup: Setup, kind: str, plain: Bench, bench: Bench, streams: int, 
 
 
 def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """One chunk of a prompt against a matmul's rate, and steps at a long context against bandwidth and TurboQuant."""
+    """Compare a prompt's chunk with the rate of a matmul, and steps at a long context with bandwidth and TurboQuant."""
     samples: dict[str, Sample] = {}
     streams, tokens = setup.context_streams, setup.context + setup.context_len
     exact, total = setup.bench(streams, tokens), 2 * ROUNDS + 1
@@ -119,7 +118,7 @@ def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, 
 
 
 def _warm(bench: Bench, load: Load) -> Side:
-    """One side of a comparison, after a first pass that compiles kernels and records steps."""
+    """Return one side of a comparison, after a first pass that compiles kernels and captures steps."""
     bench.check(load)
     bench.run(load)
     return partial(_speeds, bench, load)
@@ -131,7 +130,7 @@ def _speeds(bench: Bench, load: Load) -> Metrics:
 
 
 def _of_bandwidth(setup: Setup, bench: Bench, load: Load, progress: Progress) -> Sample:
-    """The bytes that a step must read over the time it takes, against the bandwidth measured before and after."""
+    """Compare the bytes that a step must read per second with the bandwidth measured before and after."""
     _warm(bench, load)
 
     def ceiling() -> Metrics:
@@ -157,7 +156,7 @@ def _of_matmul(bench: Bench, load: Load, progress: Progress) -> Sample:
 
 
 def embedded(wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """The embedded model and its own drafter, code prompts one after the other."""
+    """Run the embedded model and its drafter on code prompts, one after the other."""
     if hub.cached_path(EMBEDDED) is None:
         raise Skipped(f"the file of {EMBEDDED} is not in {hub.cache_dir()}, and nothing is fetched here")
     llm, found = LLM(EMBEDDED, device="cuda", prefix_cache=False, profile=NO_PROFILE), []
@@ -175,7 +174,7 @@ def _one_stream(llm: LLM, ids: list[int], depth: int) -> Metrics:
 
 
 def _freed(measure: Measure, wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """Run a group, and free what it took on the GPU before the next begins."""
+    """Run a group and free its GPU memory before the next begins."""
     samples = measure(wanted, progress)
     gc.collect()
     if torch.cuda.is_available():

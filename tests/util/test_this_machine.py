@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.util import other_programs
-from sparkdraft.util.other_programs import OtherPrograms, Spent, spent
+from sparkdraft.util import this_machine
+from sparkdraft.util.this_machine import OtherPrograms, Spent, spent
 from tests.patience import wait_for
 
 
@@ -38,7 +38,7 @@ def test_what_the_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "cpu  900 900 900 900 900 900 900 900 900 900\n"
         "cpu0 10 20 30 500 600 1 2 3 10 20\ncpu1 100 0 0 500 0 0 0 0 0 0\ncpu2 700 0 0 0 0 0 0 0 0 0\nintr 5 5\n"
     )
-    monkeypatch.setattr(other_programs, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(this_machine, "STAT", tmp_path / "stat")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     found = spent()
     assert found and found.busy == pytest.approx((66 + 100) / os.sysconf("SC_CLK_TCK"))
@@ -63,6 +63,6 @@ def test_cores_that_a_measurement_lacks(
 ) -> None:
     """Ten seconds, in which this process computes for 16 on 4 cores."""
     read = iter([Spent(100.0, 1000.0, 50.0), Spent(110.0, 1000.0 + busy, 66.0)])
-    monkeypatch.setattr(other_programs, "spent", lambda: next(read))
-    monkeypatch.setattr(other_programs, "usable_cores", lambda: 4)
+    monkeypatch.setattr(this_machine, "spent", lambda: next(read))
+    monkeypatch.setattr(this_machine, "usable_cores", lambda: 4)
     assert OtherPrograms().disturbance(device, threads) == found

@@ -1,8 +1,8 @@
-"""Which kernels run, layer by layer: the proof of what the engine does.
+"""Looks inside a running engine by replacing its methods for a while: which kernels run, layer by layer.
 
-Kernels are watched where they are launched: C functions of the native kernels, Triton's launches with their tiles, and
-torch's operators that compute. Recorded steps launch nothing, so a step is watched with recordings off; the recording
-was made by the same calls.
+Kernels are seen where they are launched: the C functions of the native kernels, Triton's launches with their tiles, and
+torch's operators that compute. A captured step launches nothing, so a step is watched with CUDA graphs and compiled
+steps off; they were made by the same calls.
 """
 
 from __future__ import annotations
@@ -29,6 +29,20 @@ LOOKING = {
 }
 
 
+@contextmanager
+def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replaces attributes within the block. stand_ins: (object, name, stand-in)."""
+    unset = object()
+    before = [vars(owner).get(name, unset) for owner, name, _ in stand_ins]
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(stand_ins, before, strict=True):
+            delattr(owner, name) if value is unset else setattr(owner, name, value)
+
+
 class Layered(Protocol):
     layers: Any  # a sequence of `Layer`
 
@@ -52,7 +66,7 @@ class Watch:
 
 
 def listed(kernels: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """In the order of their first launch, with how often and by which tile."""
+    """Format kernels in the order of their first launch, with counts and tiles."""
     shown = []
     for (kernel, tile), count in Counter(kernels).items():
         text = kernel.strip("_") + (f" [{'x'.join(map(str, tile))}]" if tile else "")
@@ -62,7 +76,8 @@ def listed(kernels: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 @contextmanager
 def watching(model: Layered, kernels: str) -> Iterator[Watch]:
-    """model: the target, or a drafter that is made of layers. kernels: the name of the module that it runs with."""
+    """Records the kernels that run within the block. model: the target, or a drafter made of layers. kernels: the name
+    of its kernel module."""
     watch, layers = Watch(), model.layers
     model.layers = [_Watched(layer, number, watch) for number, layer in enumerate(layers)]
     try:
@@ -112,22 +127,15 @@ def _native(watch: Watch) -> Iterator[None]:
 
         return call
 
-    for name, function in originals.items():
-        setattr(c, f"sd_{name}", noted(name, function))
-    try:
+    with replaced(*((c, f"sd_{name}", noted(name, function)) for name, function in originals.items())):
         yield
-    finally:
-        for name, function in originals.items():
-            setattr(c, f"sd_{name}", function)
 
 
 @contextmanager
 def _triton(watch: Watch) -> Iterator[None]:
-    """Every launch of a Triton kernel passes its class's `run`; the interpreter has a class of its own."""
+    """Record Triton's launches, which all pass its class's `run`; the interpreter has a class of its own."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
-
-    originals = {kind: kind.run for kind in (JITFunction, InterpretedFunction)}
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -137,13 +145,8 @@ def _triton(watch: Watch) -> Iterator[None]:
 
         return run
 
-    for kind, function in originals.items():
-        kind.run = noted(function)
-    try:
+    with replaced(*((kind, "run", noted(kind.run)) for kind in (JITFunction, InterpretedFunction))):
         yield
-    finally:
-        for kind, function in originals.items():
-            kind.run = function
 
 
 class _Operators(TorchFunctionMode):

@@ -1,7 +1,4 @@
-"""Measures this machine's ceilings: how fast its memory can be read, and how fast a GPU multiplies matrices.
-
-Decode speed is reported against the first, and prefill speed against the second.
-"""
+"""Measures this machine's ceilings: how fast its memory is read, and how fast a GPU multiplies matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ SIDE = 8192  # rows and columns of the matrices
 
 
 def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
-    """Bytes per second: the better of a copy (read and written bytes both count) and a sum (read only)."""
+    """Return bytes per second: the better of a copy (read and written bytes both count) and a sum (read only)."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -28,7 +25,7 @@ def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
 
 
 def gemv_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
-    """Bytes per second of a matrix that is multiplied with a vector, as decoding does; in 16 bits on a GPU."""
+    """Return bytes per second of a matrix-vector product, as in decoding; in 16 bits on a GPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -43,7 +40,7 @@ def gemv_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
 
 
 def matmul_rate(repeats: int = 20) -> float:
-    """Operations per second of a GPU, in bfloat16, over 'repeats' matmuls in a row, as in a prompt."""
+    """Return a GPU's bfloat16 operations per second over 'repeats' matmuls in a row, as in a prompt."""
     a, b = (torch.randn(SIDE, SIDE, device="cuda").bfloat16() for _ in range(2))
     out = a @ b
 

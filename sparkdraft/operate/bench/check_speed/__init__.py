@@ -1,0 +1,1 @@
+"""`sparkdraft bench check-speed`: compares ratios of speeds with those of expected_ratios.json."""

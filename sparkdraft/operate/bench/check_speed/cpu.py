@@ -1,0 +1,263 @@
+"""Lines for a CPU: the embedded model with and without its drafter, in this process and in fresh ones.
+
+The engines of a comparison exist side by side and run in turn. The prefix cache is off, so that the same prompts are
+computed each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from sparkdraft.config import NO_PROFILE
+from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.llm import LLM
+from sparkdraft.operate.bench.accept import chat_prompts, read_prompts
+from sparkdraft.operate.bench.check_speed.check import Group, Names, for_streams
+from sparkdraft.operate.bench.long_prompt import Beside, LongPrompt
+from sparkdraft.operate.bench.offline import throughput
+from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, in_turn, joined, part
+from sparkdraft.operate.bench.serve import Client, Messages, keep_busy
+
+MODEL = "smollm2"
+PLAIN_STEPS, WARM_STEPS = 96, 8  # for the parked drafter's line: steps per run, and how many of them do not count
+FRESH_ENGINES, PARKED_ROUNDS = 2, 3  # pairs of engines made for it, and rounds per pair
+LOAD_ROUNDS = 3
+OUTPUT_LEN = 64  # tokens per request at most; a request may end earlier
+CLASSES = ("code", "qa", "json", "prose")
+
+
+def load(spec: str, model: str = MODEL) -> LLM:
+    return LLM(model, device="cpu", spec=spec, prefix_cache=False, profile=NO_PROFILE)
+
+
+def parked_drafter(wanted: Names, progress: Progress, make: Callable[[str], LLM] = load) -> dict[str, Sample]:
+    """Compare plain steps of an engine that has a drafter with those of one without, in fresh engines each time."""
+    found = []
+    for pair in range(FRESH_ENGINES):
+        plain, parked = (partial(_plain_steps, make(spec)) for spec in ("off", "auto"))
+        done = pair * PARKED_ROUNDS
+        found.append(in_turn(plain, parked, PARKED_ROUNDS, part(progress, done, FRESH_ENGINES * PARKED_ROUNDS)))
+    return {"parked-drafter": joined(each["steps_s"] for each in found)}
+
+
+def _plain_steps(llm: LLM) -> Metrics:
+    """Measure the steps per second of one stream without drafts."""
+    ids = chat_prompts(llm, read_prompts(1)["prose"])[0]
+    llm.engine.add(ids, SamplingParams(max_tokens=PLAIN_STEPS, num_draft=0, ignore_eos=True))
+    times = [time.perf_counter()]
+    while llm.engine.has_work:
+        llm.engine.step()
+        times.append(time.perf_counter())
+    steps = [end - begin for begin, end in pairwise(times)]
+    return {"steps_s": 1 / statistics.median(steps[WARM_STEPS:])}
+
+
+# ---- several streams, and sampled text
+
+
+def loads(
+    streams: int, requests: int, temperature: float, names: dict[str, str], wanted: Names, progress: Progress
+) -> dict[str, Sample]:
+    """Compare whole requests, default against --spec off. names: line -> metric of _run_load."""
+    sides = [partial(_run_load, load(spec), streams, requests, temperature) for spec in ("off", "auto")]
+    for side in sides:
+        side()  # new shapes are recorded, compiled and timed here
+    found = in_turn(sides[0], sides[1], LOAD_ROUNDS, progress)
+    return {name: found[metric] for name, metric in names.items()}
+
+
+def _run_load(llm: LLM, streams: int, requests: int, temperature: float) -> Metrics:
+    """Run the same requests each time, class by class. The seed makes sampled text the same with drafts and without."""
+    per_class = -(-requests // len(CLASSES))
+    texts = read_prompts(per_class)
+    prompts = chat_prompts(llm, [texts[name][i] for i in range(per_class) for name in CLASSES][:requests])
+    params = [SamplingParams(OUTPUT_LEN, temperature=temperature, seed=i) for i in range(requests)]
+    result = throughput(llm.engine, zip(prompts, params, strict=True), streams)
+    return {"tok_s": result.tok_s, "first_s": statistics.median(result.first)}
+
+
+# ---- a long prompt beside streams
+
+
+def long_prompt(wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """Run one round: alone, beside the streams, beside them again, alone."""
+    test, seen = LongPrompt(load("auto")), list[Beside]()
+
+    def alone() -> Metrics:
+        return {"first_s": test.alone()}
+
+    def beside() -> Metrics:
+        seen.append(test.beside())
+        return {"first_s": seen[-1].first}
+
+    first = in_turn(alone, beside, 1, progress)["first_s"]
+    target = test.engine.plan.max_step_ms / 1e3
+    return {
+        "long-prompt-first-token": first,
+        "long-prompt-largest-gap": against(target, [each.during.largest for each in seen]),
+        "long-prompt-median-gap": against(target, [each.during.median for each in seen]),
+    }
+
+
+# ---- fresh processes: `generate` as a user types it, and the server
+
+COMMAND = (sys.executable, "-m", "sparkdraft.cli.main")
+PROMPT_CLASSES = {"code": "code", "json": "json", "questions": "qa", "prose": "prose"}  # line -> class of prompts.jsonl
+FRESH_LEN = 128
+NUM_PROMPTS = {"code": 3, "json": 3, "questions": 6, "prose": 3}  # questions differ most: 0.95 to 1.15 of plain steps
+SERVER_ROUNDS, SERVER_REQUESTS, SERVER_LEN = 2, 8, 64
+READY_SECONDS, END_SECONDS, POLL = 300.0, 60.0, 0.2
+LAST_LINES = 5  # of the output of a process that failed
+
+
+def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """Run each prompt of a class in four fresh processes: off, default, default, off."""
+    found = []
+    count = NUM_PROMPTS[name]
+    for done, prompt in enumerate(read_prompts(count)[PROMPT_CLASSES[name]]):
+        plain, auto = (partial(_fresh, prompt, spec) for spec in ("off", "auto"))
+        found.append(in_turn(plain, auto, 1, part(progress, done, count)))
+    metrics = {f"drafted-{name}": "tok_s", "start-with-drafter": "start_ms", "start-in-steps": "steps_ms"}
+    return {
+        line: joined((each[metric] for each in found), differ=metric == "tok_s")
+        for line, metric in metrics.items()
+        if line in wanted
+    }
+
+
+def _fresh(prompt: str, spec: str) -> Metrics:
+    """Return tok_s; start_ms, from the command to the first token; and steps_ms, which compares the time of 1000 plain
+    steps with the default's start."""
+    report = generate(prompt, spec, FRESH_LEN)
+    steps = 1000 * 1e3 / report["tok_s"] if spec == "off" else report["start_ms"]
+    return {"tok_s": report["tok_s"], "start_ms": report["start_ms"], "steps_ms": steps}
+
+
+def generate(prompt: str, spec: str, max_tokens: int, engine: Sequence[str] = ("--device", "cpu")) -> dict[str, Any]:
+    """Run `sparkdraft generate --chat --json` for one prompt, greedy, and return its report. engine: flags. Compiled
+    Python modules are kept, as for a user: compiling them anew takes half a second of every start."""
+    flags = ("--prompt", prompt, "--spec", spec, "--max-tokens", str(max_tokens), "--temperature", "0", "--no-profile")
+    command = [*COMMAND, "generate", "--chat", "--json", *engine, *flags]
+    keeping = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, capture_output=True, text=True, env=keeping)
+    if done.returncode:
+        raise UserError(f"`sparkdraft generate` failed with status {done.returncode}: {_last_lines(done.stderr)}")
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+# ---- the server
+
+
+def server(wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """Send the same requests through HTTP and to an engine of this process, both with the defaults."""
+    llm = LLM("smollm2", device="cpu", profile=NO_PROFILE)
+    texts = [prompt for name in PROMPT_CLASSES.values() for prompt in read_prompts(SERVER_REQUESTS // 4)[name]]
+    messages: list[Messages] = [[{"role": "user", "content": text}] for text in texts]
+    counts = [streams for streams in (1, 4) if for_streams("server", streams) in wanted]
+    samples = {}
+    with serving() as url:
+        for done, streams in enumerate(counts):
+            offline, online = partial(_offline, llm, texts, streams), partial(_online, url, messages, streams)
+            offline(), online()  # afterwards both have the prompts in their prefix cache
+            inner = part(progress, done * SERVER_ROUNDS, len(counts) * SERVER_ROUNDS)
+            found = in_turn(offline, online, SERVER_ROUNDS, inner)
+            samples[for_streams("server", streams)] = found["tok_s"]
+    return samples
+
+
+def _offline(llm: LLM, texts: list[str], streams: int) -> Metrics:
+    params = SamplingParams(SERVER_LEN)
+    requests = [(ids, params) for ids in chat_prompts(llm, texts)]
+    return {"tok_s": throughput(llm.engine, requests, streams).tok_s}
+
+
+def _online(url: str, messages: list[Messages], streams: int) -> Metrics:
+    async def measure() -> Metrics:
+        async with Client(url, streams=streams) as client:
+            await client.open()
+            load = await keep_busy(client, messages, streams, SERVER_LEN)
+            if failed := [sample.error for sample in load.samples if sample.error]:
+                raise UserError(f"the server did not answer a request: {failed[0]}")
+            return {"tok_s": sum(sample.tokens for sample in load.samples) / load.seconds}
+
+    return asyncio.run(measure())
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """Run `sparkdraft serve` in its own process and yield its address once it is ready."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", "--device", "cpu", "--no-profile", "--port", str(port)], stdout=said, stderr=said
+        )
+        try:
+            if not _ready(url, process):
+                said.seek(0)
+                raise UserError(f"`sparkdraft serve` did not become ready: {_last_lines(said.read().decode())}")
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _ready(url: str, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + READY_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                return True
+        except httpx.HTTPError:
+            pass  # it does not listen yet
+        time.sleep(POLL)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _last_lines(text: str) -> str:
+    return " / ".join(text.strip().splitlines()[-LAST_LINES:]) or "it said nothing"
+
+
+# ---- all of them
+
+
+def _load_group(streams: int, requests: int, temperature: float, **names: str) -> Group:
+    lines = {name.replace("_", "-"): metric for name, metric in names.items()}
+    return Group(tuple(lines), partial(loads, streams, requests, temperature, lines))
+
+
+GROUPS = (
+    Group(("parked-drafter",), parked_drafter),
+    Group(("drafted-code", "start-in-steps", "start-with-drafter"), partial(drafted, "code")),
+    *(Group((f"drafted-{name}",), partial(drafted, name)) for name in ("json", "questions", "prose")),
+    _load_group(1, 6, 0.7, auto_sampled="tok_s"),
+    _load_group(4, 12, 0.0, auto_4_streams="tok_s"),
+    _load_group(16, 16, 0.0, auto_16_streams="tok_s", first_token_16_streams="first_s"),
+    Group(("server-1-stream", "server-4-streams"), server),
+    Group(("long-prompt-largest-gap", "long-prompt-median-gap", "long-prompt-first-token"), long_prompt),
+)

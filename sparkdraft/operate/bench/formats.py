@@ -1,0 +1,352 @@
+"""Compares formats of weights and of the KV cache: predictions of held-out texts, size and decode speed.
+
+Each text (heldout/, written for this project) is read as one context by one engine after the other, and the
+distributions are compared token by token (KL divergence). For the first engine, the base, only the last hidden states
+are kept, a few MB per text, and its logits are computed again beside those of each other engine. So all engines must
+have the base's head.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparkdraft.core import SamplingParams, TokenLogprob, UserError, Work
+from sparkdraft.engine.engine import Engine
+from sparkdraft.llm import LLM
+from sparkdraft.models.common.blocks import Decoder
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.sizes import kv_bytes_per_token, model_sizes
+from sparkdraft.models.registry import read_config
+from sparkdraft.operate.bench.offline import Speed
+from sparkdraft.operate.instrument import replaced
+from sparkdraft.plan.resolve import Plan
+from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.weights.checkpoint import Checkpoint
+from sparkdraft.weights.loader import Progress
+from sparkdraft.weights.plane_layout import StoredBytes
+from sparkdraft.weights.quant.quantise import QUANTISERS
+from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RawTokenizer
+
+
+TEXTS = Path(__file__).with_name("heldout")
+KINDS = ("prose", "code", "dialogue")  # kinds of texts, which are the names of their files
+
+# gets the prompt rows' last residuals [rows, hidden] and their logits [rows, vocab]
+See = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Log-probabilities and KL divergences of one text in one engine, by position."""
+
+    logprobs: Tensor  # float64 [rows], of the ids that follow
+    kl: Tensor  # float64 [rows], nats
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.logprobs.mean())
+
+    @property
+    def mean_kl(self) -> float:
+        return float(self.kl.mean())
+
+    def rise(self, base: Reading) -> float:
+        """The rise of the perplexity over the base's, as a share."""
+        return mean_rise([(self, base)])
+
+
+def mean_rise(pairs: Iterable[tuple[Reading, Reading]]) -> float:
+    """The geometric mean of the perplexity ratios of (reading, base's reading), less 1."""
+    return math.expm1(statistics.fmean(float(base.logprobs.mean() - own.logprobs.mean()) for own, base in pairs))
+
+
+def rise_by_position(
+    readings: Mapping[str, Reading], base: Mapping[str, Reading], width: int
+) -> list[tuple[float, float]]:
+    """Return (position, mean rise over the texts up to it), every 'width' positions and at the end."""
+    lost = [base[kind].logprobs - reading.logprobs for kind, reading in readings.items()]
+    longest = max(map(len, lost))
+    ends = [*range(width, longest, width), longest]
+    return [(end, math.expm1(statistics.fmean(float(each[:end].mean()) for each in lost))) for end in ends]
+
+
+def kl_by_position(readings: Iterable[Reading], width: int) -> list[tuple[float, float]]:
+    """Return (middle, mean divergence) of each stretch of 'width' positions."""
+    kls = [reading.kl for reading in readings]
+    stretches = range(0, max(map(len, kls)), width)
+    return [
+        (start + width / 2, float(torch.cat([kl[start : start + width] for kl in kls]).mean())) for start in stretches
+    ]
+
+
+def divergence(base: Tensor, other: Tensor) -> Tensor:
+    """The KL divergence of 'other' from 'base' in nats, per row of logits [rows, vocab]."""
+    log_p, log_q = base.log_softmax(-1), other.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # negative values are rounding
+
+
+def read_texts(tokenizer: Tokenizer, tokens: int) -> dict[str, list[int]]:
+    """Return the first 'tokens' ids of each kind of text."""
+    texts = {kind: (TEXTS / f"{kind}.txt").read_text(encoding="utf-8") for kind in KINDS}
+    return {kind: tokenizer.encode(text, add_special=False)[:tokens] for kind, text in texts.items()}
+
+
+class Comparison:
+    """Reads texts through one engine after the other and compares all with the first."""
+
+    def __init__(self, texts: dict[str, list[int]]) -> None:
+        self.texts = texts
+        self._base: dict[str, Tensor] = {}  # [rows, hidden] per text
+
+    def read(self, llm: LLM, progress: Progress) -> dict[str, Reading]:
+        done, total = 0, sum(len(ids) - 1 for ids in self.texts.values())
+
+        def count(rows: int) -> None:
+            nonlocal done
+            done += rows
+            progress(done, total)
+
+        return {kind: self._read(llm, kind, ids, count) for kind, ids in self.texts.items()}
+
+    def _read(self, llm: LLM, kind: str, ids: list[int], count: Callable[[int], None]) -> Reading:
+        base, logits_of, rows = self._base.get(kind), llm.engine.runner.model.logits, 0
+        residuals: list[Tensor] = []
+        kl: list[Tensor] = []
+
+        def see(residual: Tensor, logits: Tensor) -> None:
+            nonlocal rows
+            if base is None:
+                residuals.append(residual.clone())
+                kl.append(torch.zeros(len(logits), dtype=torch.float64))
+            else:
+                kl.append(divergence(logits_of(base[rows : rows + len(logits)]), logits).double().cpu())
+            rows += len(logits)
+            count(len(logits))
+
+        with prompt_rows_shown(llm.engine, see):
+            completion = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].completions[0]
+        if base is None:
+            self._base[kind] = torch.cat(residuals)
+        scores = [token.logprob for token in completion.prompt_logprobs or [] if token is not None]
+        assert len(scores) == rows == len(ids) - 1, f"{len(scores)} scores of {rows} rows seen, {len(ids)} ids"
+        return Reading(torch.tensor(scores, dtype=torch.float64), torch.cat(kl))
+
+
+@contextmanager
+def prompt_rows_shown(engine: Engine, see: See) -> Iterator[None]:
+    """Passes the prompt tokens that the engine scores to 'see', in order."""
+    runner, model = engine.runner, engine.runner.model
+    score, logits = runner.prompt_logprobs, model.logits
+
+    def shown(residual: Tensor) -> Tensor:
+        found = logits(residual)
+        see(residual, found)
+        return found
+
+    def scored(work: Work, first_row: int, top: int) -> list[TokenLogprob]:
+        with replaced((model, "logits", shown)):  # only while prompts are scored: sampled tokens have logits too
+            return score(work, first_row, top)
+
+    with replaced((runner, "prompt_logprobs", scored)):
+        yield
+
+
+@dataclass(slots=True)
+class Measured:
+    """The readings of an engine, and its decode speeds."""
+
+    readings: dict[str, Reading] = field(default_factory=dict, kw_only=True)  # by kind of text; random weights: none
+    speeds: list[Speed] = field(default_factory=list, kw_only=True)
+
+    def rise(self, base: Measured) -> float:
+        return mean_rise((own, base.readings[kind]) for kind, own in self.readings.items())
+
+    @property
+    def kl(self) -> float:
+        """The mean over the texts, each with the same weight."""
+        return statistics.fmean(reading.mean_kl for reading in self.readings.values())
+
+    def as_dict(self, base: Measured) -> dict[str, Any]:
+        texts = {
+            kind: {
+                "tokens": len(own.logprobs),
+                "perplexity": round(own.perplexity, 4),
+                "rise": round(own.rise(base.readings[kind]), 6),
+                "kl": round(own.mean_kl, 8),
+            }
+            for kind, own in self.readings.items()
+        }
+        together = {"rise": round(self.rise(base), 6), "kl": round(self.kl, 8)} if texts else None
+        return {"texts": texts, "all": together, "speed": [s.as_dict() for s in self.speeds]}
+
+
+# ---- perplexity, by the same path that serves requests
+
+HELDOUT = Path(__file__).with_name("heldout.txt")
+WINDOW = 512
+
+
+def perplexity(llm: LLM, text: str) -> tuple[float, int]:
+    """Return (perplexity, tokens scored). Raises UserError for a text of fewer than two tokens."""
+    ids = llm.tokenizer.encode(text, add_special=False)
+    if len(ids) < 2:
+        raise UserError(f"the text has {len(ids)} tokens, and a perplexity needs two or more: give a longer one")
+    windows = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
+    results = llm.generate([w for w in windows if len(w) > 1], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    scores = [t.logprob for r in results for t in r.completions[0].prompt_logprobs or [] if t is not None]
+    return math.exp(-sum(scores) / len(scores)), len(scores)
+
+
+# ---- formats of the KV cache
+
+EXACT = "exact"
+NOTATION = (
+    "exact, fp8 or k<key bits>v<value bits>, 2 to 5 of each, such as k4v3; then -full, which codes all rows, "
+    "and -uncentred, which leaves mean keys in: k4v3-full-uncentred"
+)
+CODED = re.compile(r"k([2-5])v([2-5])(-full)?(-uncentred)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    name: str  # in the notation above
+    options: dict[str, Any]  # fields of EngineConfig
+
+    @property
+    def is_centred(self) -> bool:
+        return bool(self.options["tq_centre"])
+
+
+def parse_kv_formats(text: str) -> list[Format]:
+    """Parse a comma-separated list of KV formats. The exact cache always comes first, as the base of the comparison."""
+    names = dict.fromkeys([EXACT, *(part.strip() for part in text.split(","))])
+    return [_parse_format(name) for name in names]
+
+
+def _parse_format(name: str) -> Format:
+    if name in (EXACT, "fp8"):
+        return Format(name, {"kv": name, "tq_centre": True})
+    found = CODED.fullmatch(name)
+    if not found:
+        raise UserError(f"--formats names '{name}'; a format is {NOTATION}")
+    key_bits, value_bits, full, uncentred = found.groups()
+    bits = {"tq_key_bits": int(key_bits), "tq_value_bits": int(value_bits)}
+    mode = {"tq_mode": "full_tq" if full else "hybrid", "tq_centre": not uncentred}
+    return Format(name, {"kv": "turboquant"} | bits | mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    bytes_per_token: int
+    bits_per_value: float
+    tokens_per_gib: int  # of cache, without uncoded pages, which do not grow with it
+    tokens_that_fit: int  # in what a plan may use, less weights, scratch and uncoded pages
+    of_exact: float  # ratio to the exact cache's tokens
+
+
+def memories(plans: Mapping[str, Plan], model: ModelConfig, fraction: float) -> dict[str, Memory]:
+    """Return the memory of each format. fraction: share of the exact plan's free memory that may be used. A plan's own
+    limits on its cache do not apply: they would hide what a smaller format gains."""
+    exact, values = plans[EXACT].memory, kv_bytes_per_token(model.attention, itemsize=1)
+    room = int(exact.free * fraction)
+    sizes = {name: plan.memory.kv // (plan.num_blocks * plan.block_size) for name, plan in plans.items()}
+    taken = {name: plan.memory.total - plan.memory.kv for name, plan in plans.items()}
+    fit = {name: max(room - taken[name], 0) // size for name, size in sizes.items()}
+    return {
+        name: Memory(size, 8 * size / values, (1 << 30) // size, fit[name], fit[name] / max(fit[EXACT], 1))
+        for name, size in sizes.items()
+    }
+
+
+@dataclass(slots=True)
+class KvFound(Measured):
+    """Everything measured about one format."""
+
+    memory: Memory
+
+    def as_dict(self, base: Measured) -> dict[str, Any]:
+        memory = {name: round(value, 4) for name, value in asdict(self.memory).items()}
+        return memory | Measured.as_dict(self, base)
+
+
+# ---- formats of weights
+#
+# The base is the checkpoint with every matrix as floats. Each format is those floats, quantised at load
+# (weights/quant/quantise.py), so a quantised checkpoint, such as the embedded one, can be measured too.
+
+FLOATS = "floats"
+
+
+def parse_weight_formats(text: str) -> list[str]:
+    """Parse a comma-separated list of weight formats. Floats always come first, as the base of the comparison."""
+    names = list(dict.fromkeys([FLOATS, *(part.strip() for part in text.split(","))]))
+    for name in names:
+        if name != FLOATS and name not in QUANTISERS:
+            raise UserError(f"--formats names '{name}'; a format is {', '.join((FLOATS, *QUANTISERS))}")
+    return names
+
+
+class FloatCheckpoint:
+    """Reads the quantised matrices of a checkpoint as float32. Experts that a file stores together stay quantised:
+    their floats would have another order."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored = stored
+        self.path: Path = stored.path
+        self.config, self.generation = stored.config, stored.generation
+        self.chat_template, self.special = stored.chat_template, stored.special
+
+    def names(self) -> list[str]:
+        return self._stored.names()
+
+    def read(self, name: str) -> Stored:
+        part = self._stored.read(name)
+        is_integers = isinstance(part, Tensor) and not part.is_floating_point()  # such as ids
+        return part if is_integers or isinstance(part, QuantisedExperts) else as_float(part)
+
+    def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes:
+        return StoredBytes(0, model_sizes(read_config(self.config)).held)
+
+    def tokenizer_json(self) -> RawTokenizer:
+        return self._stored.tokenizer_json()
+
+
+def format_bytes(name: str, width: int, float_bytes: int) -> float:
+    """Bytes per weight of a format, scales included. width: weights of a row."""
+    if name == FLOATS:
+        return float(float_bytes)
+    coded = QUANTISERS[name][0](torch.ones(1, width))
+    parts = (coded.codes, coded.scale, coded.offset, coded.row_scale)
+    return sum(part.nbytes for part in parts if part is not None) / width
+
+
+def kept_bytes(decoder: Decoder, model: ModelConfig) -> float:
+    """Bytes per weight of the layers' matrices as the engine keeps them."""
+    held = sum(matrix.nbytes for layer in decoder.layers for matrix in layer.matrices)
+    return held / sum(layer.held for layer in model_sizes(model).layers)
+
+
+@dataclass(slots=True)
+class WeightsFound(Measured):
+    """Everything measured about one format."""
+
+    bytes_per_weight: float
+    kept_bytes_per_weight: float | None = None  # in the engine that was timed; None: none was
+
+    def as_dict(self, base: Measured) -> dict[str, Any]:
+        kept = self.kept_bytes_per_weight
+        sizes = {"bytes_per_weight": round(self.bytes_per_weight, 4)}
+        return sizes | {"kept_bytes_per_weight": kept and round(kept, 4)} | Measured.as_dict(self, base)
