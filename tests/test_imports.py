@@ -35,12 +35,7 @@ ROOMS = (
     "cli",
 )
 KNOWN_UPWARD: dict[str, set[str]] = {
-    "cache.formats.checks": {"plan.hardware"},
-    "cache.formats.plan_turboquant": {"config"},
     "drafters.registry": {"plan.weight_formats"},
-    "models.common.blocks": {"cache.formats"},
-    "models.common.delta_net": {"cache.formats"},
-    "models.common.sandwich": {"cache.formats"},
     "server.healthcheck": {"bridges.container_env"},  # a program of its own: python -m sparkdraft.server.healthcheck
     "util.fields": {"core"},
 }
@@ -51,13 +46,12 @@ NO_TORCH = [
     "util",
     "plan",
     "cache.blocks",
-    "cache.holdings",
-    "cache.prefix",
-    "cache.recent_rows",
+    "cache.formats",
+    "cache.groups",
     "cache.pages",
-    "cache.plan_states",
-    "cache.plan_windows",
-    "cache.state_slots",
+    "cache.prefix",
+    "cache.states",
+    "cache.windows",
     *(
         f"operate.doctor.{part}"
         for part in ("examine", "report", "software", "hardware", "gpu", "memory", "cache_files")
@@ -66,6 +60,7 @@ NO_TORCH = [
     "engine.profile",
     "models.common.config",
     "models.common.keys",
+    "models.common.kv",
     "models.common.layers",
     "models.common.sizes",
     "models.registry",  # and with it every architecture: reading a config.json needs no torch

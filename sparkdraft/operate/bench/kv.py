@@ -5,23 +5,18 @@ cli/bench_kv.py loads models and prints.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sparkdraft.cache.formats import EXACT, kv_formats, listed
 from sparkdraft.core import UserError
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.operate.bench.nearness import Measured
 from sparkdraft.plan.resolve import Plan
 
-EXACT = "exact"
-NOTATION = (
-    "exact, fp8 or k<key bits>v<value bits>, 2 to 5 of each, such as k4v3; then -full, which codes all rows, "
-    "and -uncentred, which leaves mean keys in: k4v3-full-uncentred"
-)
-CODED = re.compile(r"k([2-5])v([2-5])(-full)?(-uncentred)?")
+NOTATION = listed([each.notation for each in kv_formats()])
 
 
 # ---- formats
@@ -34,7 +29,7 @@ class Format:
 
     @property
     def is_centred(self) -> bool:
-        return bool(self.options["tq_centre"])
+        return bool(self.options.get("tq_centre", True))
 
 
 def parse_formats(text: str) -> list[Format]:
@@ -44,15 +39,10 @@ def parse_formats(text: str) -> list[Format]:
 
 
 def _parse_format(name: str) -> Format:
-    if name in (EXACT, "fp8"):
-        return Format(name, {"kv": name, "tq_centre": True})
-    found = CODED.fullmatch(name)
-    if not found:
-        raise UserError(f"--formats names '{name}'; a format is {NOTATION}")
-    key_bits, value_bits, full, uncentred = found.groups()
-    bits = {"tq_key_bits": int(key_bits), "tq_value_bits": int(value_bits)}
-    mode = {"tq_mode": "full_tq" if full else "hybrid", "tq_centre": not uncentred}
-    return Format(name, {"kv": "turboquant"} | bits | mode)
+    for each in kv_formats():
+        if (options := each.parse(name)) is not None:
+            return Format(name, options)
+    raise UserError(f"--formats names '{name}'; a format is {NOTATION}")
 
 
 # ---- memory
