@@ -10,25 +10,25 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
+from sparkdraft.cache.formats import EXACT, kv_formats, kv_names, listed
 from sparkdraft.core import UserError, number, whole
-from sparkdraft.kernels.turboquant.layout import check_bits
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "quantised", "float32", "bfloat16")
 WEIGHTS = ("auto", "fp8", "int4", "nvfp4")
-KV_FORMATS = ("exact", "fp8", "turboquant")
 NO_PROFILE = "none"
 CUTS = ("auto", "on", "off")
-TQ_MODES = ("off", "hybrid", "full_tq", "capture_only")
-
 
 T = TypeVar("T")
 
 
-def option(default: T, text: str, secret: bool = False, off: str = "") -> T:
-    """A field of a config: its default, and the help text of its flag. A secret is left out of what is printed. off:
-    the value that the flag `--no-...` stands for, if there is such a flag."""
-    return cast(T, field(default=default, repr=not secret, metadata={"help": text, "off": off}))
+def option(default: T, text: str, secret: bool = False, off: str = "", also: str = "") -> T:
+    """A field of a config: its default, and the help text of its flag.
+
+    secret: leave it out of what is printed. off: the value that the flag `--no-...` stands for, if there is such a
+    flag. also: another spelling of the flag, as other engines have it.
+    """
+    return cast(T, field(default=default, repr=not secret, metadata={"help": text, "off": off, "also": also}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,16 @@ class EngineConfig:
     max_model_len: int = option(
         0, "most tokens of a prompt and its output together (0: the model's own, or what the KV cache holds)"
     )
-    max_seqs: int = option(0, "maximum number of requests that run at once (0: automatic)")
+    max_seqs: int = option(0, "maximum number of requests that run at once (0: automatic)", also="--max-num-seqs")
     max_rows: int = option(0, "maximum number of rows per step, prompt chunks and decode rows together (0: automatic)")
     max_step_ms: int = option(
         0,
         "longest step in milliseconds while a prompt is read beside requests that decode; its chunks are cut to fit "
         "(0: 200, on a GPU 50)",
     )
-    kv: str = option("exact", "format of the KV cache: exact, fp8 (half the memory) or turboquant (a quarter)")
+    kv: str = option(
+        EXACT, f"format of the KV cache: {listed([each.help for each in kv_formats()])}", also="--kv-cache-dtype"
+    )
     tq_mode: str = option(
         "hybrid",
         "turboquant: hybrid (the last tokens stay exact), full_tq (all are coded), capture_only (all stay exact, and "
@@ -138,8 +140,8 @@ class EngineConfig:
         return {"auto": None, "off": 0}[self.spec] if self.spec in ("auto", "off") else int(self.spec)
 
     def __post_init__(self) -> None:
-        choices = {"device": DEVICES, "dtype": DTYPES, "weights": WEIGHTS, "kv": KV_FORMATS, "tq_mode": TQ_MODES}
-        choices |= {"drafter_weights": WEIGHTS, "cut": CUTS}
+        choices = {"device": DEVICES, "dtype": DTYPES, "weights": WEIGHTS, "drafter_weights": WEIGHTS}
+        choices |= {"kv": kv_names(), "cut": CUTS}
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -163,22 +165,18 @@ class EngineConfig:
             )
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UserError(f"block_size is {self.block_size}; it must be a power of two")
-        self._check_turboquant()
+        self._check_kv_options()
 
-    def _check_turboquant(self) -> None:
-        check_bits(self.tq_key_bits, "tq_key_bits")
-        check_bits(self.tq_value_bits, "tq_value_bits")
-        if self.tq_ring_capacity < 1:
-            raise UserError(f"tq_ring_capacity is {self.tq_ring_capacity}; it must be 1 or more, or the mode full_tq")
-        if self.tq_initial_layers < 0:
-            raise UserError(f"tq_initial_layers is {self.tq_initial_layers}; it must be 0 or more")
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if self.kv != "turboquant" and each.name.startswith("tq_") and value != each.default:
-                raise UserError(
-                    f"{each.name} is {value}, but kv is {self.kv} and only turboquant reads it: "
-                    f"set kv to turboquant, or leave {each.name} out"
-                )
+    def _check_kv_options(self) -> None:
+        for fmt in kv_formats():
+            fmt.check_options(self)
+            own = [each for each in fields(self) if fmt.options and each.name.startswith(fmt.options)]
+            for each in own if fmt.name != self.kv else ():
+                if (value := getattr(self, each.name)) != each.default:
+                    raise UserError(
+                        f"{each.name} is {value}, but kv is {self.kv} and only {fmt.name} reads it: "
+                        f"set kv to {fmt.name}, or leave {each.name} out"
+                    )
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:

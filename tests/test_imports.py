@@ -35,12 +35,7 @@ ROOMS = (
     "cli",
 )
 KNOWN_UPWARD: dict[str, set[str]] = {
-    "cache.formats.checks": {"plan.hardware"},
-    "cache.formats.plan_turboquant": {"config"},
     "drafters.registry": {"plan.weight_formats"},
-    "models.common.blocks": {"cache.formats"},
-    "models.common.delta_net": {"cache.formats"},
-    "models.common.sandwich": {"cache.formats"},
     "server.healthcheck": {"bridges.container_env"},  # a program of its own: python -m sparkdraft.server.healthcheck
 }
 NO_TORCH = [
@@ -50,18 +45,18 @@ NO_TORCH = [
     "util",
     "plan",
     "cache.blocks",
-    "cache.holdings",
-    "cache.prefix",
-    "cache.recent_rows",
+    "cache.formats",
+    "cache.groups",
     "cache.pages",
-    "cache.plan_states",
-    "cache.plan_windows",
-    "cache.state_slots",
+    "cache.prefix",
+    "cache.states",
+    "cache.windows",
     *(f"operate.doctor.{part}" for part in ("examine", "finding", "machine", "software")),
     "engine.scheduler",
     "engine.profile",
     "models.common.config",
     "models.common.keys",
+    "models.common.kv",
     "models.common.layers",
     "models.common.sizes",
     "models.registry",  # and with it every architecture: reading a config.json needs no torch

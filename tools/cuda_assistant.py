@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.reading import BorrowedLayer, PagedReader
+from sparkdraft.cache.layered import BorrowedLayer, PagedReader
 from sparkdraft.cli.main import main as sparkdraft
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams

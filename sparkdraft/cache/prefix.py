@@ -3,7 +3,7 @@
 A full block is identified by (key of the block before it, its own ids). Keys are serial numbers that are never reused,
 so the key of a block stands for the whole prefix that ends with it. The dictionary compares the ids themselves, not
 only their hash, so two prefixes cannot be confused. Blocks are remembered when their rows are committed and forgotten
-when the pool hands them out again. The holdings decide how much of a hit can be used (cache/holdings.py).
+when the pool hands them out again. The groups decide how much of a hit can be used (cache/groups.py).
 """
 
 from __future__ import annotations

@@ -1,26 +1,103 @@
 """Layers with a sliding window: their keys and values are in pages of a pool of their own, as many as the window needs.
 
-A row of such a layer sees the last 'window' positions, so the K/V of earlier blocks are never read again and their
-pages can serve other requests. A page belongs to a block, as in a TurboQuant cache: the same holding decides which
-blocks have one, and the map from blocks to pages is on the device. A step begins by looking up the pages of its rows
-and tables once; after that these layers run like all others.
+A token of such a layer sees the last 'window' positions, so the K/V of earlier blocks are never read again and their
+pages can serve other requests. A page belongs to a block: `RecentRows` (cache/pages.py) decides which blocks have one,
+and the map from blocks to pages is on the device. A step begins by looking up the pages of its tokens and tables once;
+after that these layers run like all others.
 
     blocks of a request    | ........ no page any more ........ | window | to be written |
     pages held             |                                    |  held  |     held      |
+
+The plan counts pages for the requests that run at once: one whole context in the full layers comes first, then pages
+for as many requests as there is room for. A prompt chunk needs pages for all its tokens at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from sparkdraft.cache.formats import LayerKV
+from sparkdraft.cache.formats import KeptLayer
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
+from sparkdraft.cache.pages import pages_of_a_request
+from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
+    from sparkdraft.models.common.kv import LayerKV
+
+USUAL_CONTEXT = 8192  # tokens assumed per request when memory is divided between full layers and windows
+LARGEST_SHARE = 0.75  # of the room for K/V: a context that nobody asked for and that takes more gets half of it
+SPARE_SHARE = 4  # one part in this many is added to the pages that requests need, for prefixes to be found again
+# tokens of a prompt chunk for which pages are reserved beside those of requests; longer chunks are cut to fit
+CHUNK_ROWS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    window: int
+    pages: int
+    page_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.pages + 1) * self.page_bytes  # with one page of zeros, which takes the place of missing pages
+
+
+def window_layers(model: ModelConfig, context: int) -> dict[int, list[AttentionSpec]]:
+    """The layers that keep pages instead of blocks, per window. A window that spans the context makes a full layer."""
+    found: dict[int, list[AttentionSpec]] = {}
+    for spec in model.cached_attention:
+        if 0 < spec.window < context:
+            found.setdefault(spec.window, []).append(spec)
+    return found
+
+
+def plan_windows(
+    layers: dict[int, list[AttentionSpec]],  # per window
+    block_size: int,
+    context: int,
+    max_seqs: int,
+    max_rows: int,
+    most_ahead: int,
+    itemsize: int,
+    room: int,  # bytes for all K/V
+    full_block_bytes: int,
+    most_blocks: int,  # upper limit: each block has at most one page
+    asked: int,  # tokens that the full layers must hold; 0: nobody asked for a number
+) -> tuple[tuple[WindowPlan, ...], int]:
+    """The pages, and how many requests they are enough for: as many as may run at once."""
+    if not layers:
+        return (), max_seqs
+    need = {window: pages_of_a_request(block_size, 0, window, most_ahead) for window in layers}
+    page = {window: sum(2 * s.kv_width for s in specs) * block_size * itemsize for window, specs in layers.items()}
+    chunk = -(-min(max_rows, CHUNK_ROWS) // block_size)
+    spare = 1 + 1 / SPARE_SHARE
+    left = room - chunk * sum(page.values())
+    first, usual = (-(-tokens // block_size) * full_block_bytes for tokens in (asked or context, USUAL_CONTEXT))
+    if not asked and first > LARGEST_SHARE * left:
+        first = max(left, 0) // 2
+
+    def fits(requests: int) -> bool:
+        pages = sum(requests * spare * need[window] * page[window] for window in layers)
+        return pages + max(first, requests * min(usual, first)) <= left
+
+    if not fits(1):  # little memory: one request at a time, whose prompt comes in smaller chunks
+        chunk = min(chunk, *need.values())
+    requests = next((n for n in range(max_seqs, 1, -1) if fits(n)), 1)
+    plans = [
+        WindowPlan(window, min(int(requests * spare * need[window]) + chunk, most_blocks), page[window])
+        for window in layers
+    ]
+    return tuple(plans), requests
+
+
+# ---- the tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +124,10 @@ class WindowGroup:
         ops: Ops,
         same_bits_up_to: int = 0,
     ) -> None:
+        import torch
+
+        from sparkdraft.kernels.ops import AttentionView
+
         self.ops, self.block_size = ops, block_size
         # One extra page of zeros takes the place of missing pages: a tile may reach beyond the window, and the masked
         # values there must be finite and must not be another request's.
@@ -55,19 +136,25 @@ class WindowGroup:
         for tensor in (*self.kv.k, *self.kv.v):
             tensor[self.missing].zero_()
         self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # per block; -1: it has no page
-        # At fixed addresses, because recorded steps read and write them.
+        # At fixed addresses, because captured steps read and write them.
         self._slots = torch.zeros(room.rows, dtype=torch.int32, device=device)
         self.tables = torch.zeros(room.seqs, room.blocks, dtype=torch.int32, device=device)
         self.slots, self.view = self._slots, AttentionView(self._slots, self._slots, self.tables, 0, 0)
 
+    def layer(self, inner: LayerKV) -> WindowLayer:
+        assert isinstance(inner, KeptLayer), "a layer that borrows its keys has no pages"
+        return WindowLayer(self, inner)
+
     def begin(self, slots: Tensor, view: AttentionView) -> None:
-        """Translate the slots of this step's rows, and the blocks they see, to pages."""
+        """Translate the slots of this step's tokens, and the blocks they see, to pages."""
         self.slots, tables = self._slots[: slots.shape[0]], self.tables[: view.block_tables.shape[0]]
         self.ops.find_pages(self.page_of, slots, view.block_tables, self.block_size, self.slots, tables, self.missing)
         self.view = replace(view, block_tables=tables)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         """Update the device's map: (block, its page or -1) of blocks that got or lost a page, before the next step."""
+        import torch
+
         if changes:
             blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.page_of.device, non_blocking=True)
             self.page_of[blocks.long()] = pages
@@ -76,7 +163,7 @@ class WindowGroup:
 @dataclass(frozen=True, slots=True)
 class WindowLayer:
     group: WindowGroup
-    inner: LayerKV
+    inner: KeptLayer
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         self.inner.write(qkv, rope_args, self.group.slots)

@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.cache.formats import EXACT, only_for
 from sparkdraft.cli.bench_offline import make_engine, numbers, streams_of
 from sparkdraft.cli.bench_texts import (
     ceilings_of,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from sparkdraft.util.plot import Panel
     from sparkdraft.weights.checkpoint import Checkpoint
 
-EXACT = "exact"
 FORMATS = "exact,fp8,k4v3,k5v4,k4v3-full"
 UNCENTRED = "k4v3-uncentred,k4v3-full-uncentred"  # to show what centring brings
 CONTEXTS = {"cpu": "256", "cuda": "4000,16000,32000"}  # as far as the model's context allows
@@ -150,10 +150,8 @@ def _plans(
 
 
 def _flags_of(args: Namespace, fmt: Format) -> Namespace:
-    """The flags for one format's engine; turboquant's flags go to no other format."""
-    is_coded = fmt.options["kv"] == "turboquant"
-    kept = {name: value for name, value in vars(args).items() if is_coded or not name.startswith("tq_")}
-    return Namespace(**kept | fmt.options)
+    """The flags for one format's engine, without those that only other formats read."""
+    return Namespace(**only_for(fmt.options["kv"], vars(args)) | fmt.options)
 
 
 def _loads(args: Namespace, plan: Plan, streams: Sequence[int]) -> list[Load]:
@@ -244,7 +242,7 @@ def _panels(found: Mapping[str, KvFound]) -> list[Panel]:
 
     exact = found[EXACT]
     others = {_short(name): each for name, each in found.items() if name != EXACT}
-    panels = nearness_panels(others, exact, "exact")
+    panels = nearness_panels(others, exact, EXACT)
     for streams in dict.fromkeys(speed.streams for speed in exact.speeds):
         lines = [
             Line(name, [(s.context, s.decode_tok_s) for s in each.speeds if s.streams == streams], name == EXACT)

@@ -239,9 +239,7 @@ def _kv_formats(
 
 
 def _options(fmt: Format) -> dict[str, Any]:
-    """Engine options of a format; turboquant's go to no other."""
-    own = {name: value for name, value in fmt.options.items() if fmt.options["kv"] == "turboquant" or name == "kv"}
-    return own | {"spec": "off", "prefix_cache": False}
+    return fmt.options | {"spec": "off", "prefix_cache": False}
 
 
 def _kv_row(

@@ -68,7 +68,8 @@ def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = 
     if isinstance(each.default, bool):
         return [group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)]
     kind: type = type(each.default)
-    added = [group.add_argument(flag, type=kind, default=default, metavar=TYPES[kind], help=text)]
+    flags = [flag, each.metadata["also"]] if each.metadata["also"] else [flag]
+    added = [group.add_argument(*flags, type=kind, default=default, metavar=TYPES[kind], help=text)]
     if off := each.metadata["off"]:
         switch: dict[str, Any] = {"dest": each.name, "action": "store_const", "const": off, "default": default}
         added.append(group.add_argument(f"--no-{flag[2:]}", **switch, help=f"{flag} {off}"))

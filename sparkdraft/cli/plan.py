@@ -57,7 +57,9 @@ def configure(parser: ArgumentParser) -> None:
         default="auto",
         help="a folder, a hub id, a shape such as dflash-5x, or mtp (default: the one that `serve` would take)",
     )
-    parser.add_argument("--kv", default="exact", help=f"{ENGINE_FIELDS['kv'].metadata['help']} (default exact)")
+    parser.add_argument(
+        "--kv", default=ENGINE_FIELDS["kv"].default, help=f"{ENGINE_FIELDS['kv'].metadata['help']} (default exact)"
+    )
     parser.add_argument(
         "--weights",
         default="auto",

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from sparkdraft.cache.formats import EXACT, smallest_format
 from sparkdraft.core import UserError
 from sparkdraft.operate.forecast.advice import Advice, Alternative, Bought, bought, tried, with_kv
 from sparkdraft.operate.forecast.forecast import Chances, Drafted, Forecast, Range
@@ -31,7 +32,7 @@ class Report:
         drafter = f"drafter {self.drafter}" if self.forecast.drafter else "no drafter"
         title = f"{question.config.model} on {question.machine.title}"
         lines = [f"{title}: weights {self.weights}, K/V {question.config.kv}, {drafter}", ""]
-        lines += [*self._memory(), "", *self._speed(), "", *self._turboquant(), ""]
+        lines += [*self._memory(), "", *self._speed(), "", *self._coded(), ""]
         if self.alternatives:
             lines += [*self._alternatives(), ""]
         return "\n".join([*lines, f"recommended: {self.advice.sentence()}"])
@@ -89,18 +90,19 @@ class Report:
         return f"  {name:<32}{depth:8}{tokens:8.2f}{rates}   {seconds.total * 1e3:.1f} = {shown}"
 
     @cached_property
-    def turboquant(self) -> dict[int, Bought | str]:
-        exact, reason = tried(with_kv(self.forecast.question, "exact"))
-        return bought(exact, "turboquant") if exact else {self.forecast.question.context: reason}
+    def coded(self) -> dict[int, Bought | str]:
+        """What the smallest format brings, by context."""
+        exact, reason = tried(with_kv(self.forecast.question, EXACT))
+        return bought(exact, smallest_format().name) if exact else {self.forecast.question.context: reason}
 
-    def _turboquant(self) -> Iterator[str]:
-        reasons = [each for each in self.turboquant.values() if isinstance(each, str)]
-        if len(set(reasons)) == 1 and len(reasons) == len(self.turboquant):
-            yield f"TurboQuant: {reasons[0]}"
+    def _coded(self) -> Iterator[str]:
+        title, reasons = smallest_format().title, [each for each in self.coded.values() if isinstance(each, str)]
+        if len(set(reasons)) == 1 and len(reasons) == len(self.coded):
+            yield f"{title}: {reasons[0]}"
             return
-        yield "TurboQuant against exact K/V, in times"
+        yield f"{title} against exact K/V, in times"
         yield f"  {'context':>9}{'plain':>8}{'drafted':>9}{'tokens that fit':>17}"
-        for context, each in self.turboquant.items():
+        for context, each in self.coded.items():
             if isinstance(each, str):
                 yield f"  {context:>9,}  {each}"
             else:
@@ -130,7 +132,7 @@ class Report:
         """Speed by context and by streams, plain and by class of text; with TurboQuant dashed."""
         question = self.forecast.question
         contexts = [c for c in CONTEXTS if c <= question.model.max_position] or [question.context]
-        formats = [tried(with_kv(question, kv))[0] for kv in ("exact", "turboquant")]
+        formats = [tried(with_kv(question, kv))[0] for kv in (EXACT, smallest_format().name)]
         chances = {"plain": 0.0, **{name: each.chance for name, each in self.forecast.by_class.items()}}
         by_context, by_streams = [], []
         for name, chance in chances.items():
@@ -146,7 +148,7 @@ class Report:
         if not by_streams:
             raise UserError(f"there is nothing to plot: no stream of {question.context:,} tokens fits")
         title = f"{question.config.model} on {question.machine.title}"
-        title += " (dashed: TurboQuant)" if formats[1] else ""
+        title += f" (dashed: {smallest_format().title})" if formats[1] else ""
         panels = (
             (title, by_context, f"tokens of context, {question.streams} at once"),
             (title, by_streams, f"streams of {question.context:,} tokens"),
@@ -191,7 +193,7 @@ class Report:
             "by_class": {
                 name: _drafted(each, forecast.chances[name]) for name, each in forecast.by_class.items() if runs
             },
-            "turboquant": {str(context): _bought(each) for context, each in self.turboquant.items()},
+            smallest_format().name: {str(context): _bought(each) for context, each in self.coded.items()},
             "recommended": self._recommended(),
             "alternatives": [_alternative(each) for each in self.alternatives],
         }

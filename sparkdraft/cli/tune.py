@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.cache.formats import EXACT, kv_names
 from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.cli.options import add_engine_flags, engine_options
-from sparkdraft.config import ENGINE_FIELDS, KV_FORMATS, EngineConfig
+from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.profile import OPTIONS, Profile, conditions_of
 from sparkdraft.operate.tune.search import LOADS, TILES, Budget, Knob, Outcome, Search, knobs, least_seconds
@@ -62,7 +63,7 @@ def run(args: Namespace) -> int:
         opened = open_model(config)
         loading = partial(meter.stage, f"loading {args.model}")
         engines = Engines(opened, texts, args.output_len, loading)
-        if engines.plan.device == "cpu" and set(formats) - {"exact"}:
+        if engines.plan.device == "cpu" and set(formats) - {EXACT}:
             raise UserError(
                 f"--kv-formats is {args.kv_formats}; on a CPU other formats save memory, not time: leave it out"
             )
@@ -84,8 +85,8 @@ def _check(args: Namespace) -> tuple[list[str], list[str]]:
     if args.out and (Path(args.out).is_dir() or not Path(args.out).absolute().parent.is_dir()):
         raise UserError(f"--out is {args.out}; give a file in a folder that exists")
     formats = [part.strip() for part in args.kv_formats.split(",") if part.strip()]
-    if wrong := [name for name in formats if name not in KV_FORMATS]:
-        raise UserError(f"--kv-formats has '{wrong[0]}'; known are {', '.join(KV_FORMATS)}")
+    if wrong := [name for name in formats if name not in kv_names()]:
+        raise UserError(f"--kv-formats has '{wrong[0]}'; known are {', '.join(kv_names())}")
     from sparkdraft.operate.bench.accept import read_prompts
     from sparkdraft.operate.bench.depth import read_user_prompts
 

@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats import KVCache
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.reading import CacheReader
+from sparkdraft.cache.layered import CacheReader
 from sparkdraft.core import UserError
 from sparkdraft.drafters.assistant_config import POSITION, AssistantConfig, borrowing, caps_of, source_layers
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
@@ -128,8 +128,8 @@ class Assistant:
         # of each row the target's embedding of its id, and a hidden state
         self.joined = torch.zeros(max_seqs, 2, draft.target_hidden_size, dtype=target.dtype, device=device)
 
-    def read_from(self, kv: KVFormat) -> None:
-        self.reader = CacheReader(kv, source_layers(self.draft, self.target.config), self.ops)
+    def read_from(self, kv: KVCache) -> None:
+        self.reader = CacheReader(kv, source_layers(self.draft, self.target.config))
 
     def observe(self, rows: CommittedRows) -> None:
         """Nothing is kept of committed rows."""

@@ -48,7 +48,7 @@ class DrafterCaps:
     # keeps that state for every request (Anchors.hidden), tells which id follows each row (CommittedRows.next_ids), and
     # shows it every row.
     own_head: bool = False  # whether the head that it reads is among num_weights, else it is the target's
-    # Layers of its own that read keys and values of the target, in the target's format (cache/reading.py).
+    # Layers of its own that read keys and values of the target, in the target's format (cache/layered.py).
     borrowed: tuple[AttentionSpec, ...] = ()
     # Positions that these read before the first that the target's next row reads: caches that keep the last positions
     # only must keep so many more.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.drafters.dflash_caps import caps_of
@@ -23,6 +22,7 @@ from sparkdraft.drafters.draft_head import rows_of_head
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
 from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, following, load_norm
+from sparkdraft.models.common.kv import LayerKV
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader

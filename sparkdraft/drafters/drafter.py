@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats import KVCache
 from sparkdraft.drafters.caps import DrafterCaps
 from sparkdraft.weights.linear import Linear
 
@@ -96,5 +96,5 @@ class Drafter(Protocol):
 class ReadsTarget(Protocol):
     """A drafter that reads the target's keys and values as well (DrafterCaps.borrowed)."""
 
-    def read_from(self, kv: KVFormat) -> None:
+    def read_from(self, kv: KVCache) -> None:
         """Called once, before the first draft. kv: the target's cache, which is built after the drafter."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparkdraft.backend import BackendStatus, CodingError, ModelInfo, Report
-from sparkdraft.cache.formats.centre import TEXT
+from sparkdraft.cache.formats import CALIBRATION
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput, UserError
 from sparkdraft.defaults import usable_defaults
@@ -49,7 +49,7 @@ class EngineBackend:
     def __init__(self, loaded: Loaded, model: str) -> None:
         """model: its name, as the user gave it."""
         self.engine = loaded.engine
-        self._text = loaded.tokenizer.encode(TEXT.read_text(encoding="utf-8")[:MOST_CHARS])
+        self._text = loaded.tokenizer.encode(CALIBRATION.read_text(encoding="utf-8")[:MOST_CHARS])
         self.info = model_info(loaded, model)
 
     @property
@@ -108,7 +108,7 @@ def kv_usage(engine: Engine) -> float:
     recurrent ones keep beside them. What is only remembered for later prompts is free, and so are blocks
     that nobody may take for now."""
     plan, pool = engine.plan, engine.pool
-    free = engine.scheduler.holdings.num_free
+    free = engine.scheduler.groups.num_free
     parts = [(pool.num_blocks, plan.memory.kv // max(plan.num_blocks, 1), pool.num_free + pool.num_held)]
     parts += [(*unit, left) for unit, left in zip(held_units(plan), free, strict=True)]
     total = sum(count * size for count, size, _ in parts)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from sparkdraft import kernels
-from sparkdraft.cache.formats.centre import SKIPPED, key_centres
+from sparkdraft.cache.formats import kv_format
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.drafters import registry
@@ -79,9 +79,9 @@ def build_engine(
     chosen: Sequence[Fallback] = (),
     model: Decoder | None = None,
 ) -> Engine:
-    """calibration: ids of any text, from which a coded cache learns its mean keys; with too few ids nothing is
-    centred. chosen: what is to be said about the choice of the drafter and of the settings. model: the weights, if an
-    engine of the same context has loaded them before."""
+    """calibration: ids of any text, for KV formats that learn from one. chosen: what is to be said about
+    the choice of the drafter and of the settings. model: the weights, if an engine of the same context has loaded them
+    before."""
     # The native kernels have their own threads. Torch runs only small operators beside them, and its threads, which
     # spin after each operator, would take the cores.
     counts = IdCounts(config.count_ids, model_config.vocab_size) if config.count_ids else None
@@ -103,13 +103,11 @@ def build_engine(
             proposer, fallbacks = Proposer(made, plan, device, ops), [*fallbacks, *said]
         ngram, reads = config.ngram and config.spec != "off", model_sizes(model_config).read
         drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths, config.cut)
-        centres = None
-        if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
-            scratch = scratch_cache(model_config, len(calibration), plan, dtype, device, ops)
-            centres = key_centres(
-                lambda *step: model.forward(Step(*step)), calibration, scratch, plan.block_size, device
-            )
-        kv, holdings = target_cache(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
+        learned, kind = None, kv_format(plan.kv)
+        if calibration and kind.learns(config):
+            scratch, run = scratch_cache(model_config, len(calibration), plan, dtype, device, ops), model.forward
+            learned = kind.learn(lambda *step: run(Step(*step)), calibration, scratch, plan.block_size, device)
+        kv, groups = target_cache(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, learned)
         if proposer and isinstance(proposer.drafter, ReadsTarget):
             proposer.drafter.read_from(kv)
     if device.type == "cuda":
@@ -119,7 +117,7 @@ def build_engine(
     overlap = None
     if plan.graphs and plan.device == "cuda":
         overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts)
-    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, fallbacks, counts)
+    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, groups, fallbacks, counts)
 
 
 def _unknown_ends(tokenizer: Vocabulary, vocab_size: int) -> list[Fallback]:

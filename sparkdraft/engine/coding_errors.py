@@ -3,38 +3,32 @@
 The model runs once over the text with an exact cache. Each layer's rows are also written to its part of the engine's
 own cache, in free blocks, and read back from there. The errors of codes depend on their bits alone and not on the model
 (docs/numbers/turboquant.md), so a cache beyond the limit has a broken kernel, a wrong table or a layout that does not
-fit. cache/formats/capture.py measures the same on users' requests, in a mode of its own.
+fit. cache/formats/turboquant.py measures the same on users' requests, in a mode of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdraft.backend import CodingError
-from sparkdraft.cache.formats.capture import CaptureLayer
-from sparkdraft.cache.formats.dense import DenseLayer
-from sparkdraft.cache.formats.turboquant import CodedLayerKV
+from sparkdraft.cache.formats import KeptLayer
+from sparkdraft.cache.formats.dense import DenseLayer, rows_at
 from sparkdraft.engine.caches import scratch_cache
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
-from sparkdraft.kernels.turboquant.store import planes
-from sparkdraft.kernels.turboquant.vectors import Encoded
 from sparkdraft.models.common.blocks import Step
 
 MOST_CHARS, MOST_ROWS = 600, 64
-SLACK = 1.4  # a limit is this times the error of random vectors; those of 64 rows are off it by up to a tenth
-FP8_LIMIT = 0.05  # four mantissa bits, the first of which is not stored, give 0.026
 
 
 class TwinLayer:
     """A layer's exact cache that writes each row to a coded one as well, and compares what they hold."""
 
-    def __init__(self, number: int, exact: DenseLayer, kept: CodedLayerKV | DenseLayer, slots: Tensor) -> None:
+    def __init__(self, number: int, exact: DenseLayer, kept: KeptLayer, slots: Tensor) -> None:
         self.number, self.exact, self.kept, self.slots = number, exact, kept, slots
         self.found: list[CodingError] = []
 
@@ -42,22 +36,9 @@ class TwinLayer:
         other = qkv.clone()  # each cache changes its own copy
         self.exact.write(qkv, rope_args, slots)
         self.kept.write(other, rope_args, self.slots)
-        k, v = (_rows(cache, slots) for cache in (self.exact.k, self.exact.v))
-        if isinstance(self.kept, DenseLayer):
-            keys, values = (_rows(cache, self.slots) for cache in (self.kept.k, self.kept.v))
-            limits = [FP8_LIMIT, FP8_LIMIT]
-        else:
-            store = self.kept.store
-            k = k if store.centre is None else k - store.centre
-            coded = (
-                Encoded(tuple(_rows(p, self.slots, p.dtype) for p in part.planes), _rows(part.scale, self.slots))
-                for part in planes(store)
-            )
-            keys, values = (form.decode(rows) for form, rows in zip((store.keys, store.values), coded, strict=True))
-            limits = [SLACK * sqrt(form.codebook.distortion) for form in (store.keys, store.values)]
-        for what, got, wanted, limit in (("keys", keys, k, limits[0]), ("values", values, v, limits[1])):
-            error = float((got.float() - wanted).norm() / wanted.norm().clamp(min=1e-12))
-            self.found.append(CodingError(f"{what} of layer {self.number}", error, limit))
+        k, v = (rows_at(cache, slots) for cache in (self.exact.k, self.exact.v))
+        found = zip(("keys", "values"), self.kept.deviations(k, v, self.slots), strict=True)
+        self.found += [CodingError(f"{what} of layer {self.number}", *each) for what, each in found]
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         return self.exact.attend(q, view, params)
@@ -66,7 +47,11 @@ class TwinLayer:
 @torch.inference_mode()
 def coding_errors(engine: Engine, ids: Sequence[int]) -> list[CodingError]:
     """ids: of any text. Empty if no layer is coded. No request may run meanwhile."""
-    kept = {i: part for i, layer in enumerate(engine.runner.kv.layers) if (part := _coded(layer)) is not None}
+    kept = {
+        i: part
+        for i, layer in enumerate(engine.runner.kv.layers)
+        if isinstance(layer, KeptLayer) and (part := layer.lossy)
+    }
     ids = ids[: min(MOST_ROWS, engine.plan.max_model_len)]
     size, model, device = engine.plan.block_size, engine.runner.model, engine.runner.taps.device
     blocks = range(-(-len(ids) // size))
@@ -84,24 +69,8 @@ def coding_errors(engine: Engine, ids: Sequence[int]) -> list[CodingError]:
         scratch.begin(positions, view)
     exact: list[Any] = list(scratch.layers)
     twins = {i: TwinLayer(i, exact[i], part, slots) for i, part in kept.items()}
-    layers = [twins.get(i, layer) for i, layer in enumerate(exact)]
-    model.forward(Step(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, layers))
+    parts = [twins.get(i, layer) for i, layer in enumerate(exact)]
+    model.forward(Step(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, parts))
     engine.pool.release(reversed(taken))
     found = [error for twin in twins.values() for error in twin.found]
     return sorted(found, key=lambda e: e.error / e.limit if e.error == e.error else float("inf"), reverse=True)
-
-
-def _coded(layer: Any) -> CodedLayerKV | DenseLayer | None:
-    if isinstance(layer, CaptureLayer):
-        return layer.coded
-    if isinstance(layer, CodedLayerKV) or (isinstance(layer, DenseLayer) and layer.k.dtype == torch.float8_e4m3fn):
-        return layer
-    return None
-
-
-def _rows(cache: Tensor, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The rows at these slots, [rows, kv_heads, ...], of a cache [blocks, kv_heads, block_size, ...]."""
-    size, slot = cache.shape[2], slots.long()
-    kind = cache.dtype
-    raw = cache.view(torch.uint8) if kind == torch.float8_e4m3fn else cache  # which torch does not index everywhere
-    return raw[slot // size, :, slot % size].view(kind).to(dtype)

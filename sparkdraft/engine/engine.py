@@ -17,7 +17,7 @@ import torch
 
 from sparkdraft.backend import DRAFTING, GROWTH, PREFIX_CACHE
 from sparkdraft.cache.blocks import BlockPool
-from sparkdraft.cache.holdings import Holding
+from sparkdraft.cache.groups import CacheGroup
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, Fallback, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.drafters.id_files import IdCounts
@@ -46,13 +46,13 @@ class Engine:
         tokenizer: Vocabulary,
         drafting: Drafting,
         overlap: OverlappedSteps | None = None,
-        holdings: Sequence[Holding] = (),
+        groups: Sequence[CacheGroup] = (),
         fallbacks: Sequence[Fallback] = (),
         counts: IdCounts | None = None,
     ) -> None:
         """overlap: runs the steps in which all requests only decode; without it the host runs every step.
 
-        holdings: what requests hold beside their blocks (cache/holdings.py). fallbacks: what loading settled for.
+        groups: what requests hold beside their blocks (cache/groups.py). fallbacks: what loading settled for.
         counts: of the ids that requests write, if they are counted.
         """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
@@ -62,7 +62,7 @@ class Engine:
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
         self.pace = PromptPace(plan.max_step_ms / 1e3, plan.max_rows)
         self.scheduler = Scheduler(
-            self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, holdings, self.pace
+            self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, groups, self.pace
         )
         self.drift = StepDrift()
         self._outputs: dict[Request, Output] = {}
@@ -131,7 +131,7 @@ class Engine:
                 self._remove(request)
         for request in waiting:  # one that was preempted or refused in this step may still hold something
             self.drafting.release(request)
-            self.scheduler.holdings.drop(request)
+            self.scheduler.groups.drop(request)
         self.scheduler.prefix.clear()
         self._ended = [output for output in self._ended if output.request_id not in names]
         return list(dict.fromkeys(names))
@@ -153,7 +153,7 @@ class Engine:
         batch = self.scheduler.schedule(depths)
         if not batch.work:
             return self._take_ended()
-        self.scheduler.holdings.send()
+        self.scheduler.groups.send()
         self.drafting.propose(batch)
         self._drop_refused_drafts(batch)
         drafted = time.perf_counter()
@@ -207,7 +207,7 @@ class Engine:
             self.runner.kv.meter.forget()
 
     def kv_errors(self) -> dict[str, Any] | None:
-        """The errors that the cache has measured of itself (cache/formats/capture.py). Waits for the device."""
+        """The errors that the cache has measured of itself (cache/formats/turboquant.py). Waits for the device."""
         return self.runner.kv.meter.errors() if self.runner.kv.meter else None
 
     def switch(self, part: str, on: bool) -> None:
@@ -263,7 +263,7 @@ class Engine:
 
     def _overlap_step(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> list[StepOutput]:
         """Launch a step, then read the one before it."""
-        self.scheduler.holdings.send()
+        self.scheduler.groups.send()
         running = self.scheduler.running
         terms = self.drafting.cut_terms(running, depths) if overlap.lanes.cuts else []
         overlap.launch(running, [depths.get(r, 0) for r in running], terms)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sparkdraft.cache.formats import kv_format
 from sparkdraft.core import Fact
 from sparkdraft.drafters.drafter import Drafter
 from sparkdraft.engine.engine import Engine
@@ -49,7 +50,7 @@ def asked(model: Decoder, plan: Plan) -> KernelShapes:
             experts.append(ExpertShapes(gate_up, down, spec.mlp.top_k))
         if isinstance(spec.mixer, RecurrentSpec):
             recurrent.add((spec.mixer.num_value_heads, spec.mixer.key_dim, spec.mixer.value_dim))
-    is_coded = plan.coded is not None and not plan.coded.captured
+    is_coded = plan.coded is not None and plan.coded.is_read
     coded = frozenset(s.head_dim for s in model.config.attention if is_coded and s.window not in windows)
     exact = frozenset(s.head_dim for s in model.config.attention if not (is_coded and s.window not in windows))
     matrices = all_tiles(m for m in model.matrices if isinstance(m, Linear))
@@ -67,8 +68,8 @@ def _recordings(engine: Engine) -> Fact:
     if engine.runner.graphs:
         return Fact(name, f"replayed from recordings, at most {RECORDINGS[plan.kernels].most} of each kind")
     reason = "graphs is off"
-    if plan.coded and plan.device == "cpu":
-        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded"
+    if of_format := kv_format(plan.kv).no_graphs(plan.kernels):
+        reason = of_format.partition(":")[0]
     elif plan.kernels == "reference":
         reason = "the reference kernels cannot be recorded"
     elif plan.graphs:

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sparkdraft.cache.formats.centre import TEXT
+from sparkdraft.cache.formats import CALIBRATION, kv_format
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.defaults import usable_defaults
@@ -97,7 +97,8 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
         found = replace(found, free_bytes=found.free_bytes + shared)
     plan = plan_here(config, model, opened.caps, stored, found)
     tokenizer = Tokenizer.of(checkpoint)
-    text = tokenizer.encode(TEXT.read_text(encoding="utf-8")) if plan.coded else []
+    learns = kv_format(plan.kv).learns(config)
+    text = tokenizer.encode(CALIBRATION.read_text(encoding="utf-8")) if learns else []
     calibration = text[: plan.max_model_len]
     engine = build_engine(
         plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, opened.fallbacks, weights

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from sparkdraft import kernels
+from sparkdraft.cache.formats import kv_format
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.drafters.caps import DrafterCaps
@@ -40,8 +40,7 @@ def plan_here(
     free memory is to be counted otherwise than it is now."""
     found = found or detect(config)
     plan = resolve(config, model, found, native_problem(config, found), drafter, stored)
-    if plan.coded:
-        check_coded_kernels(plan.kernels)
+    kv_format(plan.kv).check_kernels(plan.kernels)
     return plan
 
 
@@ -89,12 +88,3 @@ def native_problem(config: EngineConfig, found: Hardware) -> str | None:
     from sparkdraft.kernels import native
 
     return native.unavailable_reason()
-
-
-def check_coded_kernels(name: str) -> None:
-    """Refuse a coded cache if its kernels cannot be imported: the GPU's kernels are written in Gluon, which changes
-    between versions of Triton."""
-    try:
-        kernels.load(name).tq_attention  # noqa: B018
-    except ImportError as error:
-        raise UserError(f"kv turboquant needs the Gluon of Triton 3.6 ({error}); ask for kv fp8 or exact") from error

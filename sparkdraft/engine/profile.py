@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparkdraft.config import ENGINE_FIELDS, KV_FORMATS, NO_PROFILE, EngineConfig
+from sparkdraft.cache.formats import kv_names
+from sparkdraft.config import ENGINE_FIELDS, NO_PROFILE, EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.util.names import user_path
@@ -207,8 +208,8 @@ def _check(name: str, value: Any) -> None:
             raise ValueError(f"{name} is {value}, and it must be between {least} and {most}")
     if name == "spec_depths" and (depths := EngineConfig(spec_depths=value).depths) and max(depths) > DEEPEST:
         raise ValueError(f"{name} is {value}, and {DEEPEST} drafts are the most")
-    if name == "kv" and value not in KV_FORMATS:
-        raise ValueError(f"{name} is {value}, and it must be one of {', '.join(KV_FORMATS)}")
+    if name == "kv" and value not in kv_names():
+        raise ValueError(f"{name} is {value}, and it must be one of {', '.join(kv_names())}")
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats import KVCache
 from sparkdraft.core import Batch, TokenLogprob, Work
 from sparkdraft.engine.graphs import Graphs, Shape, gpu_sizes
 from sparkdraft.engine.sampler import token_logprobs
@@ -33,7 +33,7 @@ NUM_HOST_BUFFERS = 2  # the host can fill one while the copy of the other waits
 
 class Runner:
     def __init__(
-        self, model: Decoder, kv: KVFormat, plan: Plan, device: torch.device, tap_layers: Sequence[int] = ()
+        self, model: Decoder, kv: KVCache, plan: Plan, device: torch.device, tap_layers: Sequence[int] = ()
     ) -> None:
         self.model, self.kv, self.plan, self.tap_layers = model, kv, plan, tap_layers
         max_blocks = -(-plan.max_model_len // plan.block_size)

@@ -4,8 +4,8 @@ A request has num_tokens known ids, and the rows of num_computed of them are in 
 long prompt wants many rows and gets them in chunks. A decoding request wants one row, which drafts may follow. When
 blocks run out, the youngest request gives its blocks back and starts over later (its full blocks may still be found in
 the prefix cache). While some requests decode, the prompt rows of a step are limited, so that no stream waits long for
-its next token (engine/pace.py). Holdings (cache/holdings.py) are told of everything that happens to a request, and may
-refuse blocks, shorten a chunk or shorten a prefix hit. Integers only, no tensors.
+its next token (engine/pace.py). Cache groups (cache/groups.py) are told of everything that happens to a request, and
+may refuse blocks, shorten a chunk or shorten a prefix hit. Integers only, no tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkdraft.cache.blocks import BlockPool
-from sparkdraft.cache.holdings import Holding, Holdings
+from sparkdraft.cache.groups import CacheGroup, CacheGroups
 from sparkdraft.cache.prefix import ROOT, Hit, PrefixCache
 from sparkdraft.core import Batch, Request, Work
 from sparkdraft.engine.pace import PromptPace
 
-Room = tuple[int, ...]  # free blocks, and the free units of each holding
+Room = tuple[int, ...]  # free blocks, and the free units of each group
 
 
 @dataclass(slots=True)
@@ -49,12 +49,12 @@ class Scheduler:
         max_seqs: int,
         max_rows: int,
         lookahead: int = 0,
-        holdings: Sequence[Holding] = (),
+        groups: Sequence[CacheGroup] = (),
         pace: PromptPace | None = None,
     ) -> None:
         """lookahead: positions after its known ids for which a drafting request needs slots.
 
-        holdings: what requests hold beside their blocks. pace: limits prompt rows while others decode; without it a
+        groups: what requests hold beside their blocks. pace: limits prompt rows while others decode; without it a
         chunk takes all rows of a step.
         """
         assert max_rows >= max_seqs, f"max_rows {max_rows} below max_seqs {max_seqs}: decode rows would starve"
@@ -64,10 +64,10 @@ class Scheduler:
         self.max_seqs = max_seqs
         self.max_rows = max_rows
         self.lookahead = lookahead
-        self.holdings = Holdings(holdings)
+        self.groups = CacheGroups(groups)
         self.pace = pace
         self.num_preempted = 0  # since the start, or since Engine.reset_counts
-        prefix.prefers = self.holdings.prefers
+        prefix.prefers = self.groups.prefers
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first: the order in which requests keep their blocks
         self._refused: tuple[Request, Room] | None = None  # the head of the queue that was refused for lack of blocks
@@ -103,7 +103,7 @@ class Scheduler:
         """Advance a request by 'num_rows' committed rows, and add blocks that became full to the prefix cache."""
         request.num_computed += num_rows
         self._remember_full_blocks(request)
-        self.holdings.advance(request)
+        self.groups.advance(request)
 
     @property
     def only_decoding(self) -> bool:
@@ -140,7 +140,7 @@ class Scheduler:
             request = self.running[position]
             later = len(self.running) - position - 1  # each of these is sure of one row, whatever this chunk wants
             missing = request.num_tokens - request.num_computed
-            want = self.holdings.cut(request, left.most(missing, keep=later), self.running)
+            want = self.groups.cut(request, left.most(missing, keep=later), self.running)
             if not want:  # earlier prompts have used up the limit
                 position += 1
                 continue
@@ -172,7 +172,7 @@ class Scheduler:
             needed = -(-request.num_tokens // self.block_size)
             if spare := request.blocks[needed:]:
                 found = True
-                self.holdings.shrink(request, len(spare))
+                self.groups.shrink(request, len(spare))
                 del request.blocks[needed:]
                 self.pool.release(reversed(spare))
         return found
@@ -180,7 +180,7 @@ class Scheduler:
     @property
     def _may_admit(self) -> bool:
         """Whether the first waiting request might be admitted. One that was refused or preempted waits until more is
-        free than there was then, of blocks or of a holding."""
+        free than there was then, of blocks or of a group."""
         if not self.waiting or len(self.running) == self.max_seqs:
             return False
         if not self.running or self._refused is None or self._refused[0] is not self.waiting[0]:
@@ -188,7 +188,7 @@ class Scheduler:
         return any(now > then for now, then in zip(self._room(), self._refused[1], strict=True))
 
     def _room(self) -> Room:
-        return self.pool.num_free, *self.holdings.num_free
+        return self.pool.num_free, *self.groups.num_free
 
     def _admit(self, work: list[Work], left: RowsLeft, keep: int) -> None:
         """Admit waiting requests in order of arrival; 'keep' rows are left for drafts."""
@@ -197,8 +197,8 @@ class Scheduler:
             self._adopt(request, self._cached_prefix(request))
             missing = request.num_tokens - request.num_computed
             most = left.most(missing, keep)
-            want = self.holdings.cut(request, most, self.running)
-            has_room = not self.running or self.holdings.admits(request, most, self.running)
+            want = self.groups.cut(request, most, self.running)
+            has_room = not self.running or self.groups.admits(request, most, self.running)
             if not want:  # earlier prompts have used up the limit
                 self._release(request)
                 return
@@ -219,24 +219,24 @@ class Scheduler:
         return self.prefix.lookup(request.ids(0, request.num_tokens))
 
     def _adopt(self, request: Request, found: Hit) -> None:
-        """Give a request the cached prefix, as far as all holdings can continue from it."""
-        hit = found.first(self.holdings.usable(found))
+        """Give a request the cached prefix, as far as all groups can continue from it."""
+        hit = found.first(self.groups.usable(found))
         for block in hit.blocks:
             self.pool.retain(block)
         request.blocks.extend(hit.blocks)
         request.chain.extend(hit.keys)
         request.num_computed = len(hit.blocks) * self.block_size
-        self.holdings.adopt(request, len(found.blocks))
+        self.groups.adopt(request, len(found.blocks))
 
     def _grow(self, request: Request, rows: int) -> bool:
-        """Give a request the blocks and holdings that its next rows need: all of them or none."""
+        """Give a request the blocks and groups that its next rows need: all of them or none."""
         needed = -(-(request.num_computed + rows) // self.block_size) - len(request.blocks)
         if needed <= 0:
             return True
-        if needed > self.pool.num_free or not self.holdings.can_grow(request, needed):
+        if needed > self.pool.num_free or not self.groups.can_grow(request, needed):
             return False
         request.blocks.extend(self.pool.allocate() for _ in range(needed))
-        self.holdings.grow(request, needed)
+        self.groups.grow(request, needed)
         return True
 
     def _preempt_youngest(self) -> Request:
@@ -248,7 +248,7 @@ class Scheduler:
         return victim
 
     def _release(self, request: Request) -> None:
-        self.holdings.drop(request)
+        self.groups.drop(request)
         self.pool.release(reversed(request.blocks))
         del request.blocks[:]
         request.chain.clear()
@@ -261,7 +261,7 @@ class Scheduler:
             ids = request.ids(i * size, (i + 1) * size)
             request.chain.append(self.prefix.insert(parent, ids, request.blocks[i]))
             if self.prefix.enabled:
-                self.holdings.remember(request, i)
+                self.groups.remember(request, i)
 
 
 def _work(request: Request, rows: int) -> Work:

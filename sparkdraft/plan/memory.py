@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sparkdraft.drafters.caps import DrafterCaps
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import RopeSpec
-from sparkdraft.models.common.sizes import model_sizes, most
+from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.weights.plane_layout import StoredBytes
 
 
@@ -77,14 +77,6 @@ def rope_bytes(model: ModelConfig, context: int) -> int:
         if spec.rope not in kinds:
             kinds.append(spec.rope)
     return sum(4 * context * rope.width for rope in kinds)
-
-
-def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:
-    """Extra bytes of a step where coding errors are measured (capture_only): a second copy of what attention reads and
-    returns, its error in float32, and several float32 copies of the decoded keys and values."""
-    queries = most(spec.query_width for spec in model.attention)
-    keys = most(spec.kv_width for spec in model.attention)
-    return max_rows * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
 
 
 def recording_bytes(

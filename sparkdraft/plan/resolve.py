@@ -12,21 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sparkdraft.cache.formats.checks import check_borrowed, check_coded, check_kv, smaller_formats
-from sparkdraft.cache.formats.plan_turboquant import CodedPlan, plan_coded
-from sparkdraft.cache.plan_states import StatePlan, fewer_requests, plan_states
-from sparkdraft.cache.plan_windows import WindowPlan, plan_windows, window_layers
+from sparkdraft.cache.formats import KVFormat, KVPlan, Room, kv_format, smaller_formats
+from sparkdraft.cache.formats.dense import in_windows
+from sparkdraft.cache.states import StatePlan, fewer_requests, plan_states
+from sparkdraft.cache.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.drafters.caps import DrafterCaps
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
 from sparkdraft.models.common.config import ModelConfig
-from sparkdraft.models.common.layers import AttentionSpec
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import (
     MemoryPlan,
-    capture_bytes,
     recording_bytes,
     rope_bytes,
     scratch_bytes,
@@ -36,7 +34,6 @@ from sparkdraft.weights.plane_layout import StoredBytes
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
 MAX_ROWS = {"cpu": 512, "cuda": 8192}  # rows per step, likewise
-CAPTURED = "turboquant", "capture_only"
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
@@ -57,13 +54,13 @@ class Plan:
     max_seqs: int
     max_rows: int
     max_step_ms: int  # time limit of a step in which requests decode beside a prompt
-    kv: str  # "exact", "fp8" or "turboquant"
+    kv: str  # a format of cache/formats
     block_size: int
     num_blocks: int
     prefix_cache: bool
     graphs: bool
     memory: MemoryPlan
-    coded: CodedPlan | None = None  # for a turboquant cache
+    coded: KVPlan | None = None  # what the format decided, if its name does not say everything
     windows: tuple[WindowPlan, ...] = ()  # for layers that keep the K/V of their window alone
     states: StatePlan | None = None  # for recurrent layers
     reads_back: int = 0  # positions before a window that pages are kept for too, because the drafter reads them
@@ -101,14 +98,14 @@ def resolve(
     dtype = "float32" if weights == "quantised" else weights
     itemsize, max_model_len = ITEMSIZE[dtype], _max_model_len(config, model)
     max_seqs, max_rows = _step_limits(config, hardware)
-    kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
-    check_kv(kv, hardware, weights)
+    kv = kv_format(config.kv).chosen(config)
+    kv.check_machine(hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
     recordings = recording_bytes(kernels, model, max_rows, max_seqs, drafter) if graphs else 0
     held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
-    captured = capture_bytes(model, max_rows, itemsize) if (kv, config.tq_mode) == CAPTURED else 0
-    scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, kernels, drafter) + captured
+    scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, kernels, drafter)
+    scratch += kv.scratch_bytes(config, model, max_rows, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
     max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
@@ -134,7 +131,7 @@ def resolve(
         max_seqs=max_seqs,
         max_rows=max_rows,
         max_step_ms=config.max_step_ms or (200 if on_cpu else 50),
-        kv=kv,
+        kv=kv.name,
         block_size=config.block_size,
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
@@ -192,7 +189,7 @@ class StepSize(NamedTuple):
 
 
 class Caches(NamedTuple):
-    coded: CodedPlan | None
+    coded: KVPlan | None
     windows: tuple[WindowPlan, ...]
     block_bytes: int  # one block in all layers that keep blocks, including the drafter's
     page_bytes: int  # all pages together
@@ -203,7 +200,7 @@ def _caches(
     config: EngineConfig,
     model: ModelConfig,
     drafter: DrafterCaps | None,
-    kv: str,
+    kv: KVFormat,
     kernels: str,
     itemsize: int,
     step: StepSize,
@@ -212,30 +209,26 @@ def _caches(
     """Decide which layers keep blocks and which keep pages, and how many bytes both take."""
     slid = window_layers(model, step.context)  # per window
     full = [spec for spec in model.cached_attention if spec.window not in slid]
-    coded, pages, size = None, 0, config.block_size
+    size = config.block_size
     ahead = MOST_AHEAD + (drafter.reads_back if drafter else 0)  # a page for a row behind costs what one ahead does
-    if kv == "turboquant":
-        device = "cuda" if kernels == "cuda" else "cpu"
-        coded = plan_coded(config, full, device, step.max_seqs, step.max_rows, max(room, 0), ahead)
-        check_borrowed(model, full)
-        for spec in full:
-            check_coded(kernels, spec.head_dim, size)
-        pages = coded.pages * coded.page_bytes
-    per_block = _token_bytes(full, kv, itemsize, coded, drafter) * size
-    kept = 1 if kv == "fp8" else itemsize
+    coded = kv.plan(config, full, Room(kernels, step.max_seqs, step.max_rows, max(room, 0), ahead))
+    kv.check_layers(model, full, kernels, size)
+    pages = coded.pages * coded.page_bytes if coded else 0
+    drafted = kv_bytes_per_token(drafter.kv, itemsize) if drafter else 0  # always exact
+    per_block = (kv.bytes_per_token(full, itemsize, coded) + drafted) * size
     wanted = config.kv_tokens or step.max_seqs * step.context
     asked = config.kv_tokens or config.max_model_len
-    bytes_left = room - pages
-    windows, requests = plan_windows(slid, size, *step, ahead, kept, bytes_left, per_block, -(-wanted // size), asked)
+    kept = in_windows(kv).itemsize(itemsize)
+    left, most = room - pages, -(-wanted // size)
+    windows, requests = plan_windows(slid, size, *step, ahead, kept, left, per_block, most, asked)
     return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows), requests)
 
 
-def _graphs(config: EngineConfig, kernels: str, kv: str, fallbacks: list[Fallback]) -> bool:
-    """Whether steps are recorded."""
+def _graphs(config: EngineConfig, kernels: str, kv: KVFormat, fallbacks: list[Fallback]) -> bool:
+    """Whether steps are captured."""
     if not config.graphs or kernels == "reference":
         return False
-    if kernels == "native" and kv == "turboquant":
-        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
+    if reason := kv.no_graphs(kernels):
         fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
         return False
     return True
@@ -280,19 +273,6 @@ def _weights(config: EngineConfig, hardware: Hardware, native_problem: str | Non
         fallbacks.append(Fallback("float32 instead of quantised weights", native_problem))
         return "float32"
     return "quantised" if config.dtype == "auto" else config.dtype
-
-
-def _token_bytes(
-    layers: Sequence[AttentionSpec], kv: str, itemsize: int, coded: CodedPlan | None, drafter: DrafterCaps | None
-) -> int:
-    """Bytes per token of the KV cache of these layers (exact, coded or both) and of the drafter's, which is always
-    exact."""
-    size = kv_bytes_per_token(drafter.kv, itemsize) if drafter else 0
-    if coded:
-        size += coded.bytes_per_token(layers)
-    if not coded or coded.captured:
-        size += kv_bytes_per_token(layers, 1 if kv == "fp8" else itemsize)
-    return size
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -6,8 +6,7 @@ import torch
 
 from sparkdraft.cache.formats.dense import BorrowedLayer, DenseKV, DenseLayer
 from sparkdraft.cache.layered import LayeredKV
-from sparkdraft.cache.state_slots import Copy
-from sparkdraft.cache.states import RecurrentStates, StateLayer, StateSizes
+from sparkdraft.cache.states import Copy, RecurrentStates, StateLayer, StateSizes
 from sparkdraft.cache.windows import StepRoom, WindowGroup, WindowLayer
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.ops import AttentionView

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from sparkdraft.cache.blocks import BlockPool
-from sparkdraft.cache.formats.plan_turboquant import CodedPlan
-from sparkdraft.cache.pages import PagePool
+from sparkdraft.cache.formats.turboquant import CodedPlan
+from sparkdraft.cache.pages import PagePool, RecentRows, pages_of_a_request
 from sparkdraft.cache.prefix import PrefixCache
-from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.scheduler import Scheduler
@@ -58,7 +57,7 @@ def test_every_row_finds_its_uncoded_keys(recent: int, spare: int) -> None:
     engine = coded_engine(spare, recent)
     assert texts(engine, jobs, random.Random(1)) == plain
     assert texts(engine, jobs, random.Random(2)) == plain  # and with prefixes found
-    assert engine.scheduler.holdings.num_free == (engine.plan.coded.pages,) and engine.pool.num_free == 120
+    assert engine.scheduler.groups.num_free == (engine.plan.coded.pages,) and engine.pool.num_free == 120
 
 
 @pytest.mark.parametrize("first, recent", [(0, 1), (3, 5), (4, 16), (9, 7)])
@@ -102,8 +101,8 @@ def test_a_long_prompt_is_cut_to_the_pages_that_are_free() -> None:
 def test_requests_wait_for_pages_instead_of_taking_turns(pages: int, seqs: int, prompt: int, output: int) -> None:
     """More requests than there are pages for: none is let in to run row by row and be preempted."""
     pool, window, size = BlockPool(100_000), 1024, 16
-    holding = RecentRows(PagePool(pages), size, 0, window, 64, lambda changes: None)
-    scheduler = Scheduler(pool, PrefixCache(pool, size, True), seqs, 2048, 0, [holding])
+    group = RecentRows(PagePool(pages), size, 0, window, 64, lambda changes: None)
+    scheduler = Scheduler(pool, PrefixCache(pool, size, True), seqs, 2048, 0, [group])
     for i in range(seqs):
         ids = [*range(i * 100_000, i * 100_000 + prompt)]
         scheduler.add(Request(f"r{i}", 0, ids, SamplingParams(output), 0, output))
@@ -144,8 +143,8 @@ def test_a_refused_request_is_asked_again_when_another_ends() -> None:
     """While requests grow, pages become fewer and so does what they are owed: when one ends, there may be room although
     fewer pages are free than when the next was refused."""
     pool, size = BlockPool(1000), 16
-    holding = RecentRows(PagePool(18), size, 0, 64, 64, lambda changes: None)
-    scheduler = Scheduler(pool, PrefixCache(pool, size, False), 4, 2048, 0, [holding])
+    group = RecentRows(PagePool(18), size, 0, 64, 64, lambda changes: None)
+    scheduler = Scheduler(pool, PrefixCache(pool, size, False), 4, 2048, 0, [group])
     outputs = {"long": 250, "short": 70, "next": 70, "last": 2}
     begun: dict[str, int] = {}
     ended: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The holding of recurrent states: nobody runs from a state that is not its own, and nothing leaks.
+"""The group of recurrent states: nobody runs from a state that is not its own, and nothing leaks.
 
 The device is one of Python lists that does what kernels/reference/recurrent.py says: a state is the ids that made it, a
 record is one id, and every replay insists on finding the request's own.
@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdraft.cache import state_slots
+from sparkdraft.cache import states
 from sparkdraft.cache.prefix import Hit
-from sparkdraft.cache.state_slots import Copy, StateSlots
+from sparkdraft.cache.states import Copy, StateSlots
 from sparkdraft.core import Request, SamplingParams, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels.ops import FOLD, input_ring, record_ring
@@ -85,18 +85,18 @@ def engine_of(
     num_slots: int = 4, num_pages: int = 12, block_size: int = 4, blocks: int = 150, chance: float = 0.6
 ) -> tuple[Engine, StateSlots, Lists]:
     device = Lists(num_slots, num_pages, block_size)
-    holding = StateSlots(num_slots, num_pages, block_size, MOST_ROWS, device)
+    group = StateSlots(num_slots, num_pages, block_size, MOST_ROWS, device)
     engine = fake_engine(
         FakeBlock(chance, block_size=16),
         ngram=True,
-        more_holdings=(holding,),
+        more_groups=(group,),
         num_blocks=blocks,
         block_size=block_size,
         max_seqs=num_slots,
         max_rows=64,
     )
     engine.runner.checks.append(device)  # type: ignore[attr-defined]
-    return engine, holding, device
+    return engine, group, device
 
 
 def drained(engine: Engine) -> dict[str, int]:
@@ -138,11 +138,11 @@ class Traffic:
             self.engine.step()
 
 
-def check(engine: Engine, holding: StateSlots, device: Lists, blocks: int) -> None:
-    held = {request: each.slot for request, each in holding._held.items()}
+def check(engine: Engine, group: StateSlots, device: Lists, blocks: int) -> None:
+    held = {request: each.slot for request, each in group._held.items()}
     assert set(held) == set(engine.scheduler.running), "only who runs has a slot"
-    assert sorted([*held.values(), *holding._free]) == list(range(len(device.slots))), "a slot is lost or shared"
-    pages = [*holding._page_of.values(), *holding._free_pages]
+    assert sorted([*held.values(), *group._free]) == list(range(len(device.slots))), "a slot is lost or shared"
+    pages = [*group._page_of.values(), *group._free_pages]
     assert sorted(pages) == list(range(len(device.pages))), "a page is lost or shared"
 
 
@@ -162,31 +162,31 @@ def test_random_operations_leak_nothing(
     seed: int, num_slots: int, num_pages: int, block_size: int, tokens: int
 ) -> None:
     rng, blocks = random.Random(seed), tokens // block_size + 1
-    engine, holding, device = engine_of(num_slots, num_pages, block_size, blocks, rng.choice([0.0, 0.6, 1.0]))
+    engine, group, device = engine_of(num_slots, num_pages, block_size, blocks, rng.choice([0.0, 0.6, 1.0]))
     traffic = Traffic(engine, rng, [rng.randrange(256) for _ in range(100)])
     for _ in range(NUM_OPERATIONS):
         traffic.operation()
-        check(engine, holding, device, blocks)
+        check(engine, group, device, blocks)
     for name in list(engine._by_id):
         engine.abort(name)
     drained(engine)
-    check(engine, holding, device, blocks)
-    assert engine.pool.num_free == blocks and holding.num_free == num_slots
+    check(engine, group, device, blocks)
+    assert engine.pool.num_free == blocks and group.num_free == num_slots
 
 
 @pytest.mark.parametrize("length", [17, 30, 33, 100])
 def test_a_prompt_leaves_a_page_at_its_last_border(length: int) -> None:
-    engine, holding, _ = engine_of()
+    engine, group, _ = engine_of()
     prompt = list(range(length))
     border = (length - 1) // FOLD * FOLD
-    assert cached(engine, prompt, length=3) == 0 and holding.num_saved == 1
+    assert cached(engine, prompt, length=3) == 0 and group.num_saved == 1
     assert cached(engine, prompt, length=3) == border
     assert cached(engine, [*prompt[:border], 200, 201]) == border
 
 
 def test_a_prompt_of_one_block_leaves_none() -> None:
-    engine, holding, _ = engine_of()
-    assert cached(engine, list(range(16)), num_draft=0) == 0 and holding.num_saved == 0
+    engine, group, _ = engine_of()
+    assert cached(engine, list(range(16)), num_draft=0) == 0 and group.num_saved == 0
 
 
 def test_the_next_turn_continues_where_the_answer_ended() -> None:
@@ -218,17 +218,17 @@ def test_a_short_chunk_up_to_a_border_is_followed_by_another() -> None:
 
 @pytest.mark.parametrize("length", [17, 30, 100])
 def test_a_prompts_page_is_there_while_the_answer_is_written(length: int) -> None:
-    engine, holding, _ = engine_of()
+    engine, group, _ = engine_of()
     add(engine, "first", list(range(length)), 60, num_draft=0)
     for _ in range(6):
         engine.step()
-    assert engine.scheduler.running and holding.num_saved == 1
+    assert engine.scheduler.running and group.num_saved == 1
     add(engine, "second", list(range(length)), 2)
     assert drained(engine)["second"] == (length - 1) // FOLD * FOLD
 
 
 def test_long_prompts_are_saved_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_slots, "SAVE_EVERY", 64)
+    monkeypatch.setattr(states, "SAVE_EVERY", 64)
     engine, _, _ = engine_of()
     prompt = [i % 256 for i in range(300)]
     assert cached(engine, prompt) == 0
@@ -236,11 +236,11 @@ def test_long_prompts_are_saved_on_the_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_oldest_page_makes_room() -> None:
-    engine, holding, _ = engine_of(num_pages=2)
+    engine, group, _ = engine_of(num_pages=2)
     prompts = [[k, *range(40)] for k in range(100, 104)]
     for prompt in prompts:
         cached(engine, prompt)
-    assert holding.num_saved == 2
+    assert group.num_saved == 2
     assert [cached(engine, prompt) for prompt in reversed(prompts)] == [32, 32, 0, 0]
 
 
@@ -254,11 +254,11 @@ def test_a_page_that_was_used_stays_longer() -> None:
 
 def test_chunks_of_a_prompt_end_at_borders() -> None:
     """Wherever they end, the state is one that may be saved."""
-    holding, request = StateSlots(2, 4, 16, MOST_ROWS, Lists(2, 4, 16)), a_request(300)
-    holding.adopt(request, 0)
-    assert [holding.cut(request, rows, []) for rows in (300, 299, 63, 17, 15)] == [288, 288, 48, 16, 15]
+    group, request = StateSlots(2, 4, 16, MOST_ROWS, Lists(2, 4, 16)), a_request(300)
+    group.adopt(request, 0)
+    assert [group.cut(request, rows, []) for rows in (300, 299, 63, 17, 15)] == [288, 288, 48, 16, 15]
     request.num_computed = 295
-    assert holding.cut(request, 5, []) == 5
+    assert group.cut(request, 5, []) == 5
 
 
 def test_without_prefixes_nothing_is_cut_and_nothing_saved() -> None:
@@ -271,11 +271,11 @@ def a_request(ids: int = 100) -> Request:
     return Request("r", 0, list(range(ids)), SamplingParams(), 0, 10)
 
 
-def admitted(holding: StateSlots, request: Request, keys: list[int]) -> None:
-    holding.adopt(request, 0)
+def admitted(group: StateSlots, request: Request, keys: list[int]) -> None:
+    group.adopt(request, 0)
     request.blocks.extend(range(len(keys)))
-    holding.grow(request, len(keys))
-    holding.send()
+    group.grow(request, len(keys))
+    group.send()
     request.chain.extend(keys)
 
 
@@ -283,63 +283,63 @@ def admitted(holding: StateSlots, request: Request, keys: list[int]) -> None:
 def test_a_state_that_went_further_than_the_host_knows_is_not_saved(device_base: int) -> None:
     """As in steps that were launched ahead: the host believes that the state stands at 32."""
     device = Lists(2, 4, 16)
-    holding, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(34)
-    admitted(holding, request, [1, 2, 3])
+    group, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(34)
+    admitted(group, request, [1, 2, 3])
     request.num_computed = 32  # the prompt up to its last border, in a long step
-    device.slots[holding._held[request].slot].base = device_base
-    holding.advance(request)
-    assert holding.usable(Hit([0, 1], [1, 2])) == (2 if device_base == 32 else 0)
+    device.slots[group._held[request].slot].base = device_base
+    group.advance(request)
+    assert group.usable(Hit([0, 1], [1, 2])) == (2 if device_base == 32 else 0)
 
 
 @pytest.mark.parametrize(("device_base", "usable"), [(0, 0), (16, 1), (32, 2), (48, 0), (40, 0)])
 def test_at_its_end_a_request_leaves_the_state_that_the_device_has(device_base: int, usable: int) -> None:
     """Past the committed rows a launched step may have run on; that state belongs to no text."""
     device = Lists(2, 4, 16)
-    holding, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(5)
-    admitted(holding, request, [1, 2])
+    group, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(5)
+    admitted(group, request, [1, 2])
     request.num_computed = 44
-    device.slots[holding._held[request].slot].base = device_base
-    holding.drop(request)
-    assert holding.usable(Hit([0, 1, 2], [1, 2, 3])) == usable
-    assert holding.num_free == 2
+    device.slots[group._held[request].slot].base = device_base
+    group.drop(request)
+    assert group.usable(Hit([0, 1, 2], [1, 2, 3])) == usable
+    assert group.num_free == 2
 
 
 def test_an_interrupt_at_the_end_of_a_request_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Lists(2, 4, 16)
-    holding, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(5)
-    admitted(holding, request, [1, 2])
+    group, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(5)
+    admitted(group, request, [1, 2])
     request.num_computed = 32
     monkeypatch.setattr(device, "base_of", lambda slot: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        holding.drop(request)
-    assert holding.num_free == 2
-    holding.drop(request)
-    assert holding.num_free == 2
+        group.drop(request)
+    assert group.num_free == 2
+    group.drop(request)
+    assert group.num_free == 2
 
 
 def test_a_refused_request_loads_nothing() -> None:
     """It was admitted for a moment: its slot goes to the next one, and so must not be written to any more."""
-    engine, holding, device = engine_of()
+    engine, group, device = engine_of()
     prompt = list(range(40))
     cached(engine, prompt)
     request = a_request(50)
     engine.scheduler._adopt(request, engine.scheduler._cached_prefix(request))
-    assert request.num_computed == 32 and holding._copies
+    assert request.num_computed == 32 and group._copies
     engine.scheduler._release(request)
-    assert not holding._copies and not device.num_loaded and holding.num_free == 4
+    assert not group._copies and not device.num_loaded and group.num_free == 4
 
 
 def test_what_was_not_copied_when_a_call_raised_is_copied_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Lists(2, 4, 16)
-    holding, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(34)
-    admitted(holding, request, [1, 2, 3])
-    request.num_computed, device.slots[holding._held[request].slot].base = 32, 32
-    holding.advance(request)
+    group, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(34)
+    admitted(group, request, [1, 2, 3])
+    request.num_computed, device.slots[group._held[request].slot].base = 32, 32
+    group.advance(request)
     done = device.copy
     monkeypatch.setattr(device, "copy", lambda what: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        holding.send()
+        group.send()
     monkeypatch.setattr(device, "copy", done)
-    holding.send()
-    holding.send()
+    group.send()
+    group.send()
     assert device.num_saved == 1

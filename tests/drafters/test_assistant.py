@@ -141,8 +141,8 @@ def test_pages_that_only_the_drafter_reads_must_be_held(
 
     monkeypatch.setattr(AssistantKind, "caps", staticmethod(caps))
     llm = load(target, plain_head)
-    (holding,), group = llm.engine.scheduler.holdings.parts, llm.engine.runner.kv.windows[8]
-    release = holding.pages.release
+    (held,), group = llm.engine.scheduler.groups.parts, llm.engine.runner.kv.windows[8]
+    release = held.pages.release
 
     def let_go(block: int) -> None:
         """The next owner of the page may write to it at once."""
@@ -150,7 +150,7 @@ def test_pages_that_only_the_drafter_reads_must_be_held(
         for cache in (*group.kv.k, *group.kv.v):
             cache[int(group.page_of[block])] = 1e4
 
-    holding.pages.release = let_go
+    held.pages.release = let_go
     watch = Watch(llm)
     llm.generate([PROMPTS[1][:38]], params(1, tokens=22))
     watch.drafts = [draft for draft in watch.drafts if 54 < len(draft.ids) < 60]  # a block ends at 48, less a window

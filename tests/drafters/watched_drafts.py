@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from sparkdraft import LLM
-from sparkdraft.cache.formats import LayerKV
-from sparkdraft.cache.formats.capture import CaptureLayer
 from sparkdraft.cache.formats.dense import DenseLayer
-from sparkdraft.cache.formats.turboquant import CodedLayerKV
+from sparkdraft.cache.formats.turboquant import CaptureLayer, CodedLayerKV
 from sparkdraft.cache.windows import WindowLayer
 from sparkdraft.drafters.assistant import Assistant
 from sparkdraft.drafters.drafter import Anchors, Pick, Score
 from sparkdraft.kernels.turboquant.attention import is_uncoded
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
+from sparkdraft.models.common.kv import LayerKV
 from tests.models.tiny import oracle
 
 SOURCES = {"sliding_attention": 4, "full_attention": 5}  # layers of the tiny target, the last of each type

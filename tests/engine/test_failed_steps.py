@@ -103,15 +103,15 @@ def test_no_prefix_of_a_failed_step_is_found_again() -> None:
 @pytest.mark.parametrize("after", range(4))
 def test_pages_are_given_back_too(after: int) -> None:
     engine = coded_engine(spare=0, recent=8)
-    holdings = engine.scheduler.holdings
-    blocks_and_pages = (engine.pool.num_free, holdings.num_free)
+    groups = engine.scheduler.groups
+    blocks_and_pages = (engine.pool.num_free, groups.num_free)
     for name, prompt in PROMPTS.items():
         engine.add(prompt, SamplingParams(max_tokens=6), name)
     mend = breaks(engine, "runner.run", after)
     step_until_it_breaks(engine)
     mend()
     engine.fail_batch()
-    assert (engine.pool.num_free, holdings.num_free) == blocks_and_pages
+    assert (engine.pool.num_free, groups.num_free) == blocks_and_pages
     for (name, _), ids in drain(engine).items():
         assert ids == greedy(PROMPTS[name], 6)
 

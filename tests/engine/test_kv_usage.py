@@ -1,5 +1,5 @@
 """The share of the caches that /metrics shows: bytes that requests hold, of blocks, pages and states, worked out from
-what the holdings themselves count."""
+what the groups themselves count."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finish(llm: LLM, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "options", "holdings"),
+    ("variant", "options", "groups"),
     [
         ("qwen3", {}, 0),
         ("qwen2-windows", {}, 1),
@@ -46,17 +46,17 @@ def finish(llm: LLM, name: str) -> None:
         ("qwen3", {"kv": "turboquant", "tq_ring_capacity": 32}, 1),
     ],
 )
-def test_what_is_held_is_counted(tmp_path: Path, variant: str, options: dict[str, Any], holdings: int) -> None:
+def test_what_is_held_is_counted(tmp_path: Path, variant: str, options: dict[str, Any], groups: int) -> None:
     llm = load(write_tiny(tmp_path, variant, shards="1GB"), **options)
     engine, plan = llm.engine, llm.plan
     units = held_units(plan)
-    assert len(units) == len(engine.scheduler.holdings.parts) == holdings
-    assert [count for count, _ in units] == list(engine.scheduler.holdings.num_free), "nobody runs, so all are free"
+    assert len(units) == len(engine.scheduler.groups.parts) == groups
+    assert [count for count, _ in units] == list(engine.scheduler.groups.num_free), "nobody runs, so all are free"
     assert kv_usage(engine) == 0
     name = begin(llm, 40)
     blocks = engine.pool.num_blocks - engine.pool.num_free
     block_bytes = plan.memory.kv // plan.num_blocks
-    taken = [count - free for (count, _), free in zip(units, engine.scheduler.holdings.num_free, strict=True)]
+    taken = [count - free for (count, _), free in zip(units, engine.scheduler.groups.num_free, strict=True)]
     assert blocks == 3 and all(taken), "41 rows in blocks of 16"
     held = blocks * block_bytes + sum(n * size for n, (_, size) in zip(taken, units, strict=True))
     total = plan.num_blocks * block_bytes + sum(count * size for count, size in units)

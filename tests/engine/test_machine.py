@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from sparkdraft import kernels
+from sparkdraft.cache.formats import kv_format
 from sparkdraft.core import UserError
-from sparkdraft.engine import machine
 from sparkdraft.engine.machine import free_gpu_memory
 from sparkdraft.plan import hardware
 
@@ -27,7 +28,8 @@ def test_a_triton_without_our_gluon_is_refused_in_a_sentence(monkeypatch: pytest
         def __getattr__(self, name: str) -> Any:
             raise ImportError("cannot import name 'mma_v2'")
 
-    machine.check_coded_kernels("reference")
-    monkeypatch.setattr(machine.kernels, "load", Young)
+    coded = kv_format("turboquant")
+    coded.check_kernels("reference")
+    monkeypatch.setattr(kernels, "load", Young)
     with pytest.raises(UserError, match=r"needs the Gluon of Triton 3.6 .cannot import name 'mma_v2'"):
-        machine.check_coded_kernels("cuda")
+        coded.check_kernels("cuda")

@@ -16,9 +16,8 @@ from typing import Protocol
 
 import torch
 
-from sparkdraft.cache.holdings import Holding
-from sparkdraft.cache.pages import PagePool
-from sparkdraft.cache.recent_rows import RecentRows
+from sparkdraft.cache.groups import CacheGroup
+from sparkdraft.cache.pages import PagePool, RecentRows
 from sparkdraft.core import Batch, Request, Work
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -81,7 +80,7 @@ class FakePages:
 
 
 class Check(Protocol):
-    """What a holding's device side does in a step, and that it finds what is the request's own."""
+    """What a group's device side does in a step, and that it finds what is the request's own."""
 
     def run(self, work: Work, ids: list[int]) -> None: ...  # ids: all of the request's, up to the work's last row
 
@@ -98,7 +97,7 @@ class FakeRunner:
         self.taps = ()
         self.rows_run: list[int] = []  # rows of each step
         self.steps: list[list[tuple[str, int]]] = []  # (request, rows) of each step
-        self.checks: list[Check] = []  # what other holdings' device side checks
+        self.checks: list[Check] = []  # what other groups' device side checks
         self._work: list[Work] = []  # of the last one
 
     def record_rows(self, most: int) -> None:
@@ -222,7 +221,7 @@ def fake_engine(
     block: FakeBlock | None = None,
     ngram: bool = False,
     spec: int | None = None,
-    more_holdings: Sequence[Holding] = (),
+    more_groups: Sequence[CacheGroup] = (),
     depths: Sequence[int] | None = None,
     **changes: object,
 ) -> Engine:
@@ -230,11 +229,11 @@ def fake_engine(
     tokenizer = ByteTokenizer()
     sampler = Sampler(VOCAB, tokenizer.eos_ids, torch.device("cpu"))
     drafting = Drafting(plan.max_model_len, block, ngram, spec, depths=depths)  # type: ignore[arg-type]
-    runner, holdings = FakeRunner(plan), list(more_holdings)
+    runner, groups = FakeRunner(plan), list(more_groups)
     if (coded := plan.coded) and runner.pages:
         rows = (coded.first, coded.recent, MOST_AHEAD)
-        holdings.append(RecentRows(PagePool(coded.pages), plan.block_size, *rows, runner.pages.send))
-    engine = Engine(plan, runner, sampler, tokenizer, drafting, holdings=holdings)  # type: ignore[arg-type]
+        groups.append(RecentRows(PagePool(coded.pages), plan.block_size, *rows, runner.pages.send))
+    engine = Engine(plan, runner, sampler, tokenizer, drafting, groups=groups)  # type: ignore[arg-type]
     advance = engine.scheduler.commit
 
     def commit(request: Request, num_rows: int) -> None:

@@ -19,8 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.layered import LayeredKV
-from sparkdraft.cache.plan_states import recurrent_layers
-from sparkdraft.cache.states import RecurrentStates, StateSizes
+from sparkdraft.cache.states import RecurrentStates, StateSizes, recurrent_layers
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step

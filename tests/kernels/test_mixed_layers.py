@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats import KVCache
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.windows import StepRoom, WindowGroup
@@ -80,7 +80,7 @@ class Layers:
         return [torch.randn(rows, n, generator=self.made).to(self.device, self.dtype) for n in widths]
 
     def run(
-        self, kv: KVFormat, qkvs: list[Tensor], positions: Tensor, slots: Tensor, view: AttentionView
+        self, kv: KVCache, qkvs: list[Tensor], positions: Tensor, slots: Tensor, view: AttentionView
     ) -> list[Tensor]:
         """One step, layer by layer; a recording may hold it."""
         if kv.begin:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from sparkdraft import kernels
-from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats import KVCache
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.layered import LayeredKV
-from sparkdraft.cache.plan_states import recurrent_layers
-from sparkdraft.cache.states import RecurrentStates, StateSizes
+from sparkdraft.cache.states import RecurrentStates, StateSizes, recurrent_layers
 from sparkdraft.kernels.ops import AttentionView, Ops
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.config import ModelConfig
@@ -27,7 +26,7 @@ MOST_ROWS = 16  # of a step whose rows may be taken back
 
 def mixed_cache(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops
-) -> tuple[KVFormat, RecurrentStates | None]:
+) -> tuple[KVCache, RecurrentStates | None]:
     """Exact K/V of all positions, and states. What was never written must never be read: it is not a number."""
     dense = DenseKV(config.cached_attention, BLOCKS, BLOCK, dtype, device, ops)
     for cache in (*dense.k, *dense.v):

@@ -11,8 +11,7 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cache.layered import LayeredKV
-from sparkdraft.cache.state_slots import StateSlots
-from sparkdraft.cache.states import RecurrentStates
+from sparkdraft.cache.states import RecurrentStates, StateSlots
 from sparkdraft.core import Request, Work
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.overlap import OverlappedSteps
@@ -40,7 +39,7 @@ def states_of(llm: LLM) -> RecurrentStates:
 
 
 def slots_of(llm: LLM) -> StateSlots:
-    (found,) = (part for part in llm.engine.scheduler.holdings.parts if isinstance(part, StateSlots))
+    (found,) = (part for part in llm.engine.scheduler.groups.parts if isinstance(part, StateSlots))
     return found
 
 

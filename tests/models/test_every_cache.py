@@ -131,7 +131,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def free(llm: LLM) -> list[int]:
     """Blocks, pages and slots that nobody holds."""
-    parts = llm.engine.scheduler.holdings.parts
+    parts = llm.engine.scheduler.groups.parts
     return [llm.engine.pool.num_free, *(getattr(part, "pages", part).num_free for part in parts)]  # type: ignore[attr-defined]
 
 

@@ -49,7 +49,7 @@ def alone(llm: LLM) -> list[list[int]]:
 
 
 def all_is_free(llm: LLM) -> bool:
-    pages = [part.pages.num_free for part in llm.engine.scheduler.holdings.parts]  # type: ignore[attr-defined]
+    pages = [part.pages.num_free for part in llm.engine.scheduler.groups.parts]  # type: ignore[attr-defined]
     return llm.engine.pool.num_free == llm.engine.plan.num_blocks and pages == [w.pages for w in llm.plan.windows]
 
 

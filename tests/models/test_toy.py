@@ -12,7 +12,7 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cache.layered import LayeredKV
-from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
+from sparkdraft.cache.pages import RecentRows, pages_of_a_request
 from sparkdraft.cli.main import main
 from sparkdraft.core import Batch
 from sparkdraft.engine.overlap import OverlappedSteps
@@ -60,14 +60,14 @@ def alone(llm: LLM) -> list[list[int]]:
     return [written(llm, [p], [s])[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
 
 
-def holding(llm: LLM) -> RecentRows:
-    (found,) = llm.engine.scheduler.holdings.parts
+def group(llm: LLM) -> RecentRows:
+    (found,) = llm.engine.scheduler.groups.parts
     assert isinstance(found, RecentRows)
     return found
 
 
 def all_is_free(llm: LLM) -> bool:
-    pages = holding(llm).pages.num_free == llm.engine.plan.windows[0].pages
+    pages = group(llm).pages.num_free == llm.engine.plan.windows[0].pages
     return pages and llm.engine.pool.num_free == llm.engine.plan.num_blocks
 
 
@@ -132,7 +132,7 @@ def test_a_request_holds_pages_for_its_window_alone(folder: Path) -> None:
     (request,) = llm.engine.scheduler.running
     most, free = 0, llm.engine.plan.windows[0].pages
     while llm.engine.has_work:
-        most = max(most, free - holding(llm).pages.num_free)
+        most = max(most, free - group(llm).pages.num_free)
         blocks = len(request.blocks)
         llm.engine.step()
     assert blocks == (len(PROMPTS[4]) + 250) // BLOCK > 2 * most
@@ -148,7 +148,7 @@ def test_a_prefix_is_used_as_far_as_its_window_is_still_there(folder: Path) -> N
     again = llm.generate(*follow_up)[0].completions[0]
     assert again.ids == first.ids
     assert (first.num_cached, again.num_cached) == (0, len(long) // BLOCK * BLOCK)
-    pages = holding(llm).pages
+    pages = group(llm).pages
     taken = [pages._pool.allocate() for _ in range(pages.num_free)]  # as others would
     pages._pool.release(taken)
     last = llm.generate(*follow_up)[0].completions[0]

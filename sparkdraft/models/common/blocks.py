@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV, LayerState
 from sparkdraft.kernels.ops import AttentionParams, AttentionView, Norm, Normed, Ops, RopeArgs
 from sparkdraft.models.common.config import FINAL, ModelConfig
+from sparkdraft.models.common.kv import LayerKV, LayerState
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, RecurrentSpec
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import ExpertLinear, Linear

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerState
 from sparkdraft.kernels.ops import DeltaParams, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.kv import LayerState
 from sparkdraft.models.common.layers import AttentionSpec, RecurrentSpec
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader

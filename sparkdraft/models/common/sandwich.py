@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV
 from sparkdraft.kernels.ops import Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, GatedMLP, Step, load_head, load_norm
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.experts import Experts
+from sparkdraft.models.common.kv import LayerKV
 from sparkdraft.models.common.layers import LayerSpec
 from sparkdraft.models.common.nested import leave_others, text_prefix
 from sparkdraft.models.common.rope import RopeTables

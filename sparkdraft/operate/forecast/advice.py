@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sparkdraft.config import KV_FORMATS
+from sparkdraft.cache.formats import EXACT, kv_formats, kv_names
 from sparkdraft.core import UserError
 from sparkdraft.operate.forecast.forecast import Forecast, Question
 from sparkdraft.plan.resolve import MAX_SEQS
@@ -134,7 +134,7 @@ def compare(question: Question, weights: str) -> list[Alternative]:
         kinds |= {name: WeightFormats.parse(name) for name in SMALLER if name != weights}
     found = []
     for name, formats in kinds.items():
-        for kv in KV_FORMATS:
+        for kv in kv_names():
             for drafter in (question.drafter, None) if question.drafter else (None,):
                 other = replace(with_kv(question, kv), formats=formats, drafter=drafter)
                 found.append(Alternative(name, kv, drafter is not None, *tried(other)))
@@ -164,7 +164,7 @@ def _most(question: Question) -> Forecast | None:
 
 
 def _each_kv(question: Question) -> list[Forecast]:
-    return [found for kv in KV_FORMATS if (found := tried(with_kv(question, kv))[0])]
+    return [found for kv in kv_names() if (found := tried(with_kv(question, kv))[0])]
 
 
 def _load(question: Question) -> str:
@@ -172,10 +172,11 @@ def _load(question: Question) -> str:
 
 
 def _choose_kv(question: Question) -> tuple[str, str]:
-    """Choose the exact cache if it holds everything and no other format is much faster. TurboQuant is tried before fp8:
-    it is smaller and nearer to exact (docs/numbers/turboquant.md)."""
-    exact, problem = tried(with_kv(question, "exact"))
-    others = {kv: found for kv in ("turboquant", "fp8") if (found := tried(with_kv(question, kv))[0])}
+    """Choose the exact cache if it holds everything and no other format is much faster. Of others, the smallest is
+    tried first: TurboQuant is nearer to exact than fp8 (docs/numbers/turboquant.md)."""
+    exact, problem = tried(with_kv(question, EXACT))
+    smallest_first = [each.name for each in reversed(kv_formats()) if each.name != EXACT]
+    others = {kv: found for kv in smallest_first if (found := tried(with_kv(question, kv))[0])}
     load = _load(question)
     if exact is None or exact.max_streams < question.streams:
         largest = max(others, key=lambda kv: others[kv].max_streams, default=None)
@@ -184,13 +185,13 @@ def _choose_kv(question: Question) -> tuple[str, str]:
             return largest, f"exact K/V hold {held:,} of {load}, and {largest} {others[largest].max_streams:,}"
         if exact is None:
             raise UserError(problem)
-        return "exact", f"K/V hold {held:,} of {load}, and no more in other formats: the rest would wait"
+        return EXACT, f"K/V hold {held:,} of {load}, and no more in other formats: the rest would wait"
     gains = {kv: _speed(found) / _speed(exact) for kv, found in others.items()}
     kv = max(gains, key=lambda name: gains[name], default=None)
     if kv and gains[kv] >= GAIN:
         return kv, f"at {question.context:,} tokens {kv} is {gains[kv]:.2f} times as fast as exact K/V"
     most = f"and {kv} would be {gains[kv]:.2f} times as fast" if kv else "and no other format runs here"
-    return "exact", f"exact K/V hold {load} and have room for {exact.max_streams:,}, {most}"
+    return EXACT, f"exact K/V hold {load} and have room for {exact.max_streams:,}, {most}"
 
 
 def _speed(found: Forecast) -> float:

@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from sparkdraft.cache.formats.plan_turboquant import CodedPlan
+from sparkdraft.cache.formats import EXACT, kv_format
+from sparkdraft.cache.formats.dense import in_windows
 from sparkdraft.config import EngineConfig
 from sparkdraft.drafters.caps import DrafterCaps
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, ExpertsSpec
-from sparkdraft.models.common.sizes import count, kv_bytes_per_token, layer_sizes
+from sparkdraft.models.common.sizes import count, layer_sizes
 from sparkdraft.plan.weight_formats import BYTES, FLOATS, WeightFormats, parts_of
 
 OVERLAP = 1.6  # reading and arithmetic overlap partly: (a^p + b^p)^(1/p); infinity would be wholly, 1 not at all
@@ -58,8 +59,9 @@ class Losses:
         return self.floats if fmt in FLOATS else self.formats.get(fmt.partition("-")[0], self.coded)
 
     def kv_share(self, kv: str, several_rows: bool) -> float:
-        share = {"fp8": self.kv_fp8, "turboquant": self.kv_coded}.get(kv) or self.kv
-        rows = (kv == "turboquant" and self.rows_coded) or self.rows
+        suffix = kv_format(kv).losses
+        share = getattr(self, f"kv_{suffix}", 0.0) or self.kv
+        rows = getattr(self, f"rows_{suffix}", 0.0) or self.rows
         return share * rows if several_rows else share
 
 
@@ -128,7 +130,7 @@ class Target:
 
     @staticmethod
     def of(
-        model: ModelConfig, formats: WeightFormats, kv: str = "exact", itemsize: int = 2, spread: float | None = None
+        model: ModelConfig, formats: WeightFormats, kv: str = EXACT, itemsize: int = 2, spread: float | None = None
     ) -> Target:
         """itemsize: of exact keys and values. spread: where the model type's own does not hold, as of random
         weights."""
@@ -163,7 +165,7 @@ class DraftPass(NamedTuple):
     chain: bool = False  # a pass per draft, over one row of each stream
     format: str = "bfloat16"
     borrowed: tuple[Context, ...] = ()  # of the target's K/V, in the target's format
-    kv: str = "exact"
+    kv: str = EXACT
     coded: int = 0  # of the weights, those that drafter_weights quantises
     coded_format: str = "bfloat16"
 
@@ -174,11 +176,11 @@ class DraftPass(NamedTuple):
         own_head: bool = False,
         itemsize: int = 2,
         fmt: str = "bfloat16",
-        kv: str = "exact",
+        kv: str = EXACT,
         coded_fmt: str = "",
     ) -> DraftPass:
         """kv: of the target. coded_fmt: of the matrices that are quantised at load, if any are."""
-        contexts, borrowed = contexts_of(caps.kv, "exact", itemsize), contexts_of(caps.borrowed, kv, itemsize)
+        contexts, borrowed = contexts_of(caps.kv, EXACT, itemsize), contexts_of(caps.borrowed, kv, itemsize)
         head, layers = 0 if own_head else target_head, len(caps.kv) + len(caps.borrowed)
         weights = caps.num_read or caps.num_weights
         share = count(caps.matrices) / caps.num_weights if coded_fmt else 0.0  # the same of the experts that are read
@@ -187,18 +189,14 @@ class DraftPass(NamedTuple):
 
 
 def contexts_of(layers: tuple[AttentionSpec, ...], kv: str, itemsize: int) -> tuple[Context, ...]:
-    """Layers that read another layer's K/V read them again, so they count. Windows are never coded."""
+    """Layers that read another layer's K/V read them again, so they count."""
     found: Counter[tuple[int, float, int]] = Counter()
+    full, config = kv_format(kv), EngineConfig(kv=kv)
     for spec in layers:
-        own = replace(spec, kv_from=None)
-        size: float = kv_bytes_per_token([own], 1 if kv == "fp8" else itemsize)
-        if kv == "turboquant" and not spec.window:
-            size = CODED.bytes_per_token([own])
+        kept = in_windows(full) if spec.window else full
+        size = kept.usual_bytes_per_token(replace(spec, kv_from=None), itemsize, config)
         found[spec.window, size, spec.query_width] += 1
     return tuple(Context(*kind, count) for kind, count in found.items())
-
-
-CODED = CodedPlan((EngineConfig().tq_key_bits,), EngineConfig().tq_value_bits, 0, 0, 0, 0)  # a layer of default bits
 
 
 def step(rates: Rates, losses: Losses, target: Target, load: Load, drafter: DraftPass | None = None) -> Seconds:
@@ -236,7 +234,7 @@ def _draft(rates: Rates, losses: Losses, drafter: DraftPass, load: Load) -> floa
         read += weights * BYTES[fmt] / (losses.share(fmt) * rates.bandwidth)
         work += 2 * rows * weights / _arithmetic(rates, losses, fmt)
     body = overlap(read, work)
-    keys = _keys(losses, drafter.contexts, "exact", load) + _keys(losses, drafter.borrowed, drafter.kv, load)
+    keys = _keys(losses, drafter.contexts, EXACT, load) + _keys(losses, drafter.borrowed, drafter.kv, load)
     keys /= rates.bandwidth
     return losses.draft + passes * (body + keys + drafter.layers * losses.layer)
 
@@ -246,7 +244,7 @@ def _keys(losses: Losses, contexts: tuple[Context, ...], kv: str, load: Load) ->
     tokens as by one."""
     total = 0.0
     for each in contexts:
-        kept = "exact" if each.window and kv == "turboquant" else kv
+        kept = kv_format(kv).in_windows if each.window else kv
         share = losses.kv_share(kept, several_rows=bool(load.depth) and not each.window)
         total += load.streams * each.layers * each.token_bytes * each.keys(load.context) / share
     return total

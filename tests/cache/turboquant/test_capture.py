@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats.capture import CaptureKV
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.formats.turboquant import TurboQuantKV
+from sparkdraft.cache.formats.turboquant import CaptureKV, TurboQuantKV
 from sparkdraft.cli.generate import coding_line
 from sparkdraft.core import SamplingParams
 from sparkdraft.engine.backend import EngineBackend

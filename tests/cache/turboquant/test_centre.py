@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdraft.cache.formats.centre import SKIPPED, key_centres
 from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.cache.formats.turboquant import SKIPPED, key_centres
 from sparkdraft.kernels import reference
 from sparkdraft.llm import LLM
 from sparkdraft.models.common.blocks import Step
@@ -31,7 +31,7 @@ def test_a_centre_is_the_mean_key_of_all_positions(tmp_path: Path, variant: str)
     centres = key_centres(forward, [9] * 64, kv, 16, CPU)
     first = kv.k[0].transpose(0, 1).flatten(1, 2)  # [kv_heads, positions, head_dim]; later layers see the position too
     torch.testing.assert_close(centres[0], first.mean(1), rtol=1e-4, atol=1e-5)
-    assert len(centres) == config.num_layers and all(c.shape == first[:, 0].shape for c in centres)
+    assert len(centres) == config.num_layers and all(c.shape == first[:, 0].shape for c in centres.values())
     with pytest.raises(AssertionError, match="too few"):
         key_centres(forward, [9] * SKIPPED, kv, 16, CPU)
 

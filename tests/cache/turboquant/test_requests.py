@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.cache.formats.centre import TEXT
+from sparkdraft.cache.formats import CALIBRATION
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM, Completion
 
@@ -81,7 +81,7 @@ def test_text_that_repeats_is_drafted_and_stays_the_same(wide_tiny: Path, any_we
 def test_the_first_and_the_last_rows_have_pages_and_few_others(wide_tiny: Path, options: dict[str, Any]) -> None:
     llm = LLM(str(wide_tiny), prefix_cache=False, **options)
     engine, total = llm.engine, llm.engine.plan.coded.pages
-    (rows,) = engine.scheduler.holdings.parts
+    (rows,) = engine.scheduler.groups.parts
     engine.add((prompts(1)[0] * 9)[:200], SamplingParams(max_tokens=30, ignore_eos=True))
     while engine.has_work:
         engine.step()
@@ -121,7 +121,7 @@ def test_the_plan_says_that_a_cpus_steps_are_not_recorded(wide_tiny: Path) -> No
 @pytest.mark.slow
 def test_the_embedded_model_reads_a_text_nearly_as_well_from_codes() -> None:
     """With the weights that a CPU gets by default: its mean log-probability moves by less than 0.02 nats."""
-    text = TEXT.read_text(encoding="utf-8")
+    text = CALIBRATION.read_text(encoding="utf-8")
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     means = []
     for kv in ("exact", "turboquant"):

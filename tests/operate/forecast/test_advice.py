@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sparkdraft.config import KV_FORMATS, EngineConfig
+from sparkdraft.cache.formats import kv_names
+from sparkdraft.config import EngineConfig
 from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.advice import (
     Alternative,
@@ -80,7 +81,7 @@ def test_many_plain_streams_may_be_worth_more_than_few_drafted_ones() -> None:
     advice = recommend(Forecast(crowd))
     best = Forecast(with_kv(without_drafter(crowd), advice.kv))
     assert not advice.drafter and best.plain.expected > max(
-        found.middle.speed.expected for kv in KV_FORMATS if (found := tried(with_kv(crowd, kv))[0]) and found.middle
+        found.middle.speed.expected for kv in kv_names() if (found := tried(with_kv(crowd, kv))[0]) and found.middle
     )
 
 

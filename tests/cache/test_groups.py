@@ -1,4 +1,4 @@
-"""Several holdings at once: each has what its rows read, none keeps what is not its own, and no text changes.
+"""Several groups at once: each has what its rows read, none keeps what is not its own, and no text changes.
 
 Beside TurboQuant's pages there are two more, small but real: the state of recurrent layers (a slot for each request,
 and pages of the state at block borders), and blocks of layers with a sliding window. Both have a device of Python lists
@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdraft.cache.blocks import BlockPool
-from sparkdraft.cache.formats.plan_turboquant import CodedPlan
-from sparkdraft.cache.holdings import Holding, Holdings
+from sparkdraft.cache.formats.turboquant import CodedPlan
+from sparkdraft.cache.groups import CacheGroup, CacheGroups
+from sparkdraft.cache.pages import pages_of_a_request
 from sparkdraft.cache.prefix import Hit
-from sparkdraft.cache.recent_rows import pages_of_a_request
 from sparkdraft.core import Request, SamplingParams, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.plan.resolve import MOST_AHEAD
@@ -29,7 +29,7 @@ SIZE = 4
 
 
 class Base:
-    """A holding that does nothing."""
+    """A group that does nothing."""
 
     def usable(self, hit: Hit) -> int:
         return len(hit.blocks)
@@ -237,7 +237,7 @@ def engine_with(sizes: Sizes, chance: float = 0.6) -> tuple[Engine, RecurrentSta
     engine = fake_engine(
         FakeBlock(chance),
         ngram=True,
-        more_holdings=(states, windows),
+        more_groups=(states, windows),
         coded=CodedPlan((4,), 3, 3, sizes.recent, pages, 0),
         kv="turboquant",
         num_blocks=sizes.blocks,
@@ -246,7 +246,7 @@ def engine_with(sizes: Sizes, chance: float = 0.6) -> tuple[Engine, RecurrentSta
         max_rows=48,
     )
     engine.runner.checks += [states, windows]  # type: ignore[attr-defined]
-    assert len(engine.scheduler.holdings.parts) == 3
+    assert len(engine.scheduler.groups.parts) == 3
     return engine, states, windows
 
 
@@ -307,11 +307,11 @@ def test_no_text_changes_whatever_runs_out(sizes: Sizes) -> None:
     jobs = jobs_of(rng, 20)
     plain = plain_text(jobs)
     engine, states, _ = engine_with(sizes)
-    free = engine.scheduler.holdings.num_free
+    free = engine.scheduler.groups.num_free
     first, again = (run(engine, jobs, random.Random(seed)) for seed in (1, 2))
     assert first.ids == plain and again.ids == plain
     assert states.num_saved > 0 and (again.num_cached > 0 or sizes.state_pages == 1)
-    assert (engine.pool.num_free, engine.scheduler.holdings.num_free) == (sizes.blocks, free)
+    assert (engine.pool.num_free, engine.scheduler.groups.num_free) == (sizes.blocks, free)
     assert sum(states.saved.pool.readers(page) for page in range(sizes.state_pages)) == 0
     if sizes.blocks == 44 or sizes.window_blocks == 12:
         assert engine.scheduler.num_preempted > 0
@@ -333,12 +333,12 @@ def test_nothing_leaks_in_any_traffic(seed: int, **sizes: int) -> None:
     aborted = [name for name in jobs if rng.random() < 0.3]
     plain = plain_text(jobs)
     engine, states, _ = engine_with(Sizes(**sizes), chance=rng.choice([0.0, 0.6, 1.0]))
-    free = engine.scheduler.holdings.num_free
+    free = engine.scheduler.groups.num_free
     for _ in range(2):
         done = run(engine, jobs, rng, aborted)
         for name, ids in done.ids.items():
             assert ids == plain[name] if name not in aborted else ids == plain[name][: len(ids)]
-        assert (engine.pool.num_free, engine.scheduler.holdings.num_free) == (sizes["blocks"], free)
+        assert (engine.pool.num_free, engine.scheduler.groups.num_free) == (sizes["blocks"], free)
         assert states.saved.pool.num_free == sizes["state_pages"]
 
 
@@ -379,15 +379,15 @@ class Possible(Base):
 
 
 @given(st.integers(0, 20), st.lists(st.sets(st.integers(0, 20)), max_size=4))
-def test_holdings_agree_on_the_largest_that_is_possible_for_all(length: int, lengths: list[set[int]]) -> None:
+def test_groups_agree_on_the_largest_that_is_possible_for_all(length: int, lengths: list[set[int]]) -> None:
     hit = Hit(list(range(length)), list(range(length)))
-    parts: list[Holding] = [Possible(possible | {0}) for possible in lengths]
+    parts: list[CacheGroup] = [Possible(possible | {0}) for possible in lengths]
     best = max(n for n in range(length + 1) if n == 0 or all(n in possible for possible in lengths))
-    assert Holdings(parts).usable(hit) == best
+    assert CacheGroups(parts).usable(hit) == best
     request = Request("r", 0, [1], SamplingParams(), 0, 1)
     parts = [Possible(possible | {1}) for possible in lengths]
     best = max(n for n in range(length + 1) if n <= 1 or all(n in possible for possible in lengths))
-    assert Holdings(parts).cut(request, length, []) == best
+    assert CacheGroups(parts).cut(request, length, []) == best
 
 
 @pytest.mark.parametrize("ours, theirs, wanted", [(1, 0, True), (0, 1, False), (0, 0, False), (1, 1, False)])
@@ -401,4 +401,4 @@ def test_of_twins_the_second_is_found_only_if_none_prefers_the_first(ours: int, 
             return block == self.best
 
     parts = [Prefers(8)] * ours + [Prefers(9)] * theirs
-    assert Holdings(parts).prefers(8, 9) is wanted
+    assert CacheGroups(parts).prefers(8, 9) is wanted

@@ -1,14 +1,14 @@
 """Resources that a request holds beside its K/V blocks, behind one interface for the scheduler.
 
-A cache may need more than blocks: pages of uncoded rows or of sliding windows (cache/recent_rows.py), or the state of
-recurrent layers (cache/state_slots.py). Each such resource is scarce, belongs to a request or to a prefix, and limits
-what can be scheduled. A `Holding` does its bookkeeping; the scheduler tells it what happens to requests and asks it
-what is possible. `Holdings` combines all of them. Integers only: the tensors belong to the KV format, and `send`
+A cache may need more than blocks: pages of uncoded rows or of sliding windows (cache/pages.py), or the state of
+recurrent layers (cache/states.py). Each such resource is scarce, belongs to a request or to a prefix, and limits
+what can be scheduled. A `CacheGroup` does its bookkeeping; the scheduler tells it what happens to requests and asks it
+what is possible. `CacheGroups` combines all of them. Integers only: the tensors belong to the KV format, and `send`
 updates the device.
 
-The life of a request, as a holding sees it (its blocks, chain and num_computed are up to date in every call):
+The life of a request, as a group sees it (its blocks, chain and num_computed are up to date in every call):
 
-    usable -> adopt             it is admitted, with the part of a prefix hit that all holdings can continue from
+    usable -> adopt             it is admitted, with the part of a prefix hit that all groups can continue from
     cut -> can_grow -> grow     before every step: how many rows it runs, and the blocks that they need
     send                        before every step, once: what the device must know
     remember, advance           after every step: blocks that became full, rows that are committed
@@ -25,7 +25,7 @@ from sparkdraft.cache.prefix import Hit
 from sparkdraft.core import Request
 
 
-class Holding(Protocol):
+class CacheGroup(Protocol):
     """One resource beside the blocks. A single request must always be able to run alone, or the engine would stop."""
 
     @property
@@ -38,13 +38,13 @@ class Holding(Protocol):
     def adopt(self, request: Request, found: int) -> None:
         """Admit a request with a usable hit, which may be empty: hold what its next row reads of the hit.
 
-        found: blocks of the hit before holdings shortened it.
+        found: blocks of the hit before groups shortened it.
         """
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
         """How many of the next 'rows' rows it may run in one step: at least 1, at most 'rows', which is at least 2.
 
-        A holding shortens a prompt chunk so that other requests keep what they need, or so that the chunk ends where a
+        A group shortens a prompt chunk so that other requests keep what they need, or so that the chunk ends where a
         state is saved.
         """
 
@@ -85,10 +85,10 @@ class Holding(Protocol):
         """Send changes to the device. Changes that were not sent because a call raised are sent by the next call."""
 
 
-class Holdings:
-    """All holdings of an engine together: a thing is possible if every holding allows it."""
+class CacheGroups:
+    """All groups of an engine together: a thing is possible if every group allows it."""
 
-    def __init__(self, parts: Sequence[Holding] = ()) -> None:
+    def __init__(self, parts: Sequence[CacheGroup] = ()) -> None:
         self.parts = tuple(parts)
 
     @property
@@ -110,7 +110,7 @@ class Holdings:
         return all(part.can_grow(request, num_blocks) for part in self.parts)
 
     def prefers(self, block: int, other: int) -> bool:
-        """Where holdings disagree, the earlier block stays."""
+        """Where groups disagree, the earlier block stays."""
         better = any(part.prefers(block, other) for part in self.parts)
         return better and not any(part.prefers(other, block) for part in self.parts)
 
@@ -142,10 +142,10 @@ class Holdings:
         for part in self.parts:
             part.send()
 
-    def _agreed(self, most: int, answer: Callable[[Holding, int], int]) -> int:
-        """The largest number up to 'most' that every holding allows.
+    def _agreed(self, most: int, answer: Callable[[CacheGroup, int], int]) -> int:
+        """The largest number up to 'most' that every group allows.
 
-        A holding answers a number with the largest one up to it that it allows itself. This never skips a number that
+        A group answers a number with the largest one up to it that it allows itself. This never skips a number that
         all allow, but the answer of one may not be allowed by another, so all are asked again until none lowers it.
         """
         while (least := min((answer(part, most) for part in self.parts), default=most)) < most:
