@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from sparkdraft.operate.bench.formats import parse_formats
 
 from sparkdraft.cache import formats
 from sparkdraft.cache.formats.dense import DenseFormat, DenseLayer
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
+from sparkdraft.operate.bench.formats import parse_kv_formats
 from tests.models.tiny import write_tiny
 
 PROMPT = list(range(3, 43))
@@ -54,7 +54,7 @@ def test_it_generates_and_its_prefixes_are_found(tmp_path: Path) -> None:
 
 def test_everything_that_lists_formats_lists_it(tmp_path: Path) -> None:
     assert formats.kv_names() == ("exact", "toy", "fp8", "turboquant")
-    assert [fmt.name for fmt in parse_formats("toy,k4v3")] == ["exact", "toy", "k4v3"]
+    assert [fmt.name for fmt in parse_kv_formats("toy,k4v3")] == ["exact", "toy", "k4v3"]
     with pytest.raises(UserError, match="one of exact, toy, fp8, turboquant"):
         LLM(str(write_tiny(tmp_path, "qwen3")), kv="tay")
     with pytest.raises(UserError, match="only turboquant reads it"):
