@@ -24,9 +24,9 @@ from sparkdraft.cache.states import RecurrentStates, StateSizes
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
+from sparkdraft.models.common.tensors import file_tensor_shapes
 from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.operate.bench.named_shapes import TARGET_FILES
-from sparkdraft.operate.bench.tensors import file_tensor_shapes
 from sparkdraft.operate.doctor.watch import watching
 from sparkdraft.weights.loader import Loader
 from tests.kernels.ahead_of_time import GPUS, captured_launches, empty

@@ -8,17 +8,15 @@ plan` reckons with the dimensions alone.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash_config import DFlashConfig, spread_taps
-from sparkdraft.drafters.draft_configs import DraftConfig, check_fits, read_draft_config
-from sparkdraft.drafters.mtp_config import MTP, MtpConfig
+from sparkdraft.drafters.base import DraftConfig, kinds
+from sparkdraft.drafters.find import read_draft_config
 from sparkdraft.models.common.config import ModelConfig, uniform_config
-from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, LayerSpec
 from sparkdraft.models.registry import read_config
 from sparkdraft.util.names import did_you_mean, spelled
 
@@ -37,25 +35,17 @@ TARGET_FILES: dict[str, dict[str, Any]] = _FILES["targets"]  # as in config.json
 DRAFTER_FILES: dict[str, dict[str, Any]] = _FILES["drafters"]  # DFlash in z-lab's dialect; some lack RoPE's theta
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterShape:
-    """DFlash layers with the dimensions of the target's own; embedding and head are the target's."""
-
-    num_layers: int
-    block_size: int = 16
-    num_taps: int = 5
-
-
-DRAFTER_SHAPES = {"dflash-5x": DrafterShape(5), "dflash-3x": DrafterShape(3)}
-
-
 def targets() -> list[str]:
     """All names; each may be spelled in other ways (util/names.py)."""
     return [*SHAPES, *TARGET_FILES]
 
 
 def drafters() -> list[str]:
-    return [*DRAFTER_SHAPES, MTP, *DRAFTER_FILES]
+    return [*_drafter_shapes(), *DRAFTER_FILES]
+
+
+def _drafter_shapes() -> dict[str, Callable[[ModelConfig], DraftConfig]]:
+    return {name: shape for kind in kinds().values() for name, shape in kind.shapes.items()}
 
 
 def shape(name: str) -> ModelConfig:
@@ -70,35 +60,12 @@ def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
     found = spelled(name, drafters())
     if found is None:
         raise UserError(f"drafter shape '{name}' is not known: {_known(name, drafters())}")
-    if found == MTP:
-        return MtpConfig.of(target, in_target=False)
-    is_shape = found in DRAFTER_SHAPES
-    draft = _like(target, DRAFTER_SHAPES[found], found) if is_shape else read_draft_config(DRAFTER_FILES[found])
-    check_fits(draft, target)
+    shapes = _drafter_shapes()
+    draft = shapes[found](target) if found in shapes else read_draft_config(DRAFTER_FILES[found])
+    draft.check_fits(target)
     return draft
 
 
 def _known(name: str, names: list[str]) -> str:
     question = did_you_mean(name, names)
     return f"{question} Known are {', '.join(names)}" if question else f"known are {', '.join(names)}"
-
-
-def _like(target: ModelConfig, own: DrafterShape, name: str) -> DFlashConfig:
-    layer = target.layers[0]
-    attention, mlp = layer.mixer, layer.mlp
-    is_alike = all(each == layer for each in target.layers)
-    if not (is_alike and isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec)):
-        raise UserError(
-            f"drafter shape '{name}' copies the target's layers, which must be dense and all alike; this "
-            f"{target.model_type} model's are not: use one of {', '.join(DRAFTER_FILES)}"
-        )
-    layer = LayerSpec(replace(attention, qk_norm=True, causal=False), mlp)
-    return DFlashConfig(
-        model=replace(target, model_type="qwen3", layers=(layer,) * own.num_layers, tie_embeddings=True),
-        taps=spread_taps(target.num_layers, own.num_taps),
-        block_size=own.block_size,
-        mask_token_id=target.vocab_size - 1,
-        draft_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        num_target_layers=target.num_layers,
-    )

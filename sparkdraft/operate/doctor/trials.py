@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from sparkdraft.core import Batch, Request, SamplingParams
-from sparkdraft.drafters.drafter import Anchors, Pick, Score
+from sparkdraft.drafters.base import Anchors, Pick, Score
 from sparkdraft.engine.engine import Engine
 from sparkdraft.operate.doctor.watch import Watch, watching
 from sparkdraft.operate.forecast.bandwidth import wait

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from sparkdraft.cache.formats.plan_turboquant import CodedPlan
 from sparkdraft.config import EngineConfig
-from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, ExpertsSpec
 from sparkdraft.models.common.sizes import count, kv_bytes_per_token, layer_sizes

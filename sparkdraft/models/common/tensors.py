@@ -1,7 +1,7 @@
 """Names and sizes of the tensors that a checkpoint of a shape holds, as its publisher names them. No torch.
 
-Models whose layers are all alike, and drafters, are listed from their specs; the others from their config.json, which
-says more of the file than specs do. Experts of one layer are one tensor, as most of these files have them.
+Models whose layers are all alike are listed from their specs; the others from their config.json, which says more of the
+file than specs do. Drafters list their own with these parts. Experts of one layer are one tensor, as in most files.
 """
 
 from __future__ import annotations
@@ -9,10 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparkdraft.drafters import mtp_config
-from sparkdraft.drafters.assistant_config import AssistantConfig
-from sparkdraft.drafters.draft_configs import DraftConfig
-from sparkdraft.drafters.mtp_config import MtpConfig
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec
 
@@ -24,28 +20,14 @@ MXFP4_GROUP = 32  # weights that share a scale; two of them are a byte
 
 
 def tensor_shapes(model: ModelConfig) -> Sizes:
-    """Of a model of Llama's kind."""
-    return _ends("model.", model.vocab_size, model.hidden_size, model.tie_embeddings) | _layer_shapes(model, "model.")
-
-
-def drafter_tensor_shapes(draft: DraftConfig) -> Sizes:
-    if isinstance(draft, AssistantConfig):
-        return _assistant(draft)
-    if isinstance(draft, MtpConfig):
-        return mtp_config.tensor_shapes(draft)
-    hidden = draft.model.hidden_size
-    sizes: Sizes = {
-        "fc.weight": (hidden, len(draft.taps) * draft.target_hidden_size),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    return sizes | _layer_shapes(draft.model, "")
+    """The tensors of a model like Llama."""
+    return ends("model.", model.vocab_size, model.hidden_size, model.tie_embeddings) | layer_shapes(model, "model.")
 
 
 def file_tensor_shapes(config: Config) -> Sizes:
-    """Of the file that a published config.json lies beside."""
+    """The tensors of the file beside a published config.json."""
     text, (prefix, layer) = config.get("text_config", config), LAYERS[config["model_type"]]
-    sizes = _ends(prefix, text["vocab_size"], text["hidden_size"], text["tie_word_embeddings"])
+    sizes = ends(prefix, text["vocab_size"], text["hidden_size"], text["tie_word_embeddings"])
     for i in range(text["num_hidden_layers"]):
         sizes |= {f"{prefix}layers.{i}.{name}": size for name, size in layer(text, i).items()}
     return sizes
@@ -54,12 +36,12 @@ def file_tensor_shapes(config: Config) -> Sizes:
 # ---- the parts
 
 
-def _ends(prefix: str, vocab: int, hidden: int, is_tied: bool) -> Sizes:
+def ends(prefix: str, vocab: int, hidden: int, is_tied: bool) -> Sizes:
     sizes: Sizes = {f"{prefix}embed_tokens.weight": (vocab, hidden), f"{prefix}norm.weight": (hidden,)}
     return sizes if is_tied else sizes | {"lm_head.weight": (vocab, hidden)}
 
 
-def _layer_shapes(model: ModelConfig, prefix: str) -> Sizes:
+def layer_shapes(model: ModelConfig, prefix: str) -> Sizes:
     sizes: Sizes = {}
     hidden = model.hidden_size
     for i, layer in enumerate(model.layers):
@@ -68,8 +50,8 @@ def _layer_shapes(model: ModelConfig, prefix: str) -> Sizes:
         own: Sizes = {
             "input_layernorm": (hidden,),
             "post_attention_layernorm": (hidden,),
-            **_projections(hidden, attention.query_width, attention.kv_width),
-            **_gated("mlp", hidden, mlp.intermediate_size),
+            **projections(hidden, attention.query_width, attention.kv_width),
+            **gated("mlp", hidden, mlp.intermediate_size),
         }
         if attention.qk_norm:
             own |= {f"self_attn.{part}_norm": (attention.head_dim,) for part in "qk"}
@@ -77,13 +59,13 @@ def _layer_shapes(model: ModelConfig, prefix: str) -> Sizes:
     return sizes
 
 
-def _projections(hidden: int, queries: int, keys: int) -> Sizes:
+def projections(hidden: int, queries: int, keys: int) -> Sizes:
     rows = {"q": queries, "k": keys, "v": keys}
     sizes: Sizes = {f"self_attn.{part}_proj": (n, hidden) for part, n in rows.items()}
     return sizes | {"self_attn.o_proj": (hidden, queries)}
 
 
-def _gated(name: str, hidden: int, inter: int) -> Sizes:
+def gated(name: str, hidden: int, inter: int) -> Sizes:
     rows: Sizes = {f"{name}.{part}_proj": (inter, hidden) for part in ("gate", "up")}
     return rows | {f"{name}.down_proj": (hidden, inter)}
 
@@ -92,7 +74,7 @@ def _experts(name: str, count: int, hidden: int, inter: int) -> Sizes:
     return {f"{name}.gate_up_proj": (count, 2 * inter, hidden), f"{name}.down_proj": (count, hidden, inter)}
 
 
-def _weights(sizes: Sizes) -> Sizes:
+def weights(sizes: Sizes) -> Sizes:
     return {f"{name}.weight": size for name, size in sizes.items()}
 
 
@@ -102,16 +84,16 @@ def _weights(sizes: Sizes) -> Sizes:
 def _qwen3_moe(config: Config, i: int) -> Sizes:
     hidden, dim, count = config["hidden_size"], config["head_dim"], config["num_experts"]
     own: Sizes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "mlp.gate": (count, hidden)}
-    own |= _projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
+    own |= projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
     own |= {f"self_attn.{part}_norm": (dim,) for part in "qk"}
-    return _weights(own) | _experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
+    return weights(own) | _experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
 
 
 def _gpt_oss(config: Config, i: int) -> Sizes:
     hidden, dim, count = config["hidden_size"], config["head_dim"], config["num_local_experts"]
-    linear = _projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
+    linear = projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
     linear["mlp.router"] = (count, hidden)
-    sizes = _weights({"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), **linear})
+    sizes = weights({"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), **linear})
     sizes |= {f"{name}.bias": size[:1] for name, size in linear.items()}
     sizes["self_attn.sinks"] = (config["num_attention_heads"],)
     for name, (_, rows, width) in _experts("mlp.experts", count, hidden, config["intermediate_size"]).items():
@@ -126,10 +108,10 @@ def _gemma4(config: Config, i: int) -> Sizes:
     is_full = config["layer_types"][i] == "full_attention"
     hidden, dim = config["hidden_size"], config["global_head_dim" if is_full else "head_dim"]
     keys = dim * config["num_global_key_value_heads" if is_full else "num_key_value_heads"]
-    own = _projections(hidden, config["num_attention_heads"] * dim, keys)
+    own = projections(hidden, config["num_attention_heads"] * dim, keys)
     if is_full and config["attention_k_eq_v"]:
         del own["self_attn.v_proj"]
-    own |= {f"self_attn.{part}_norm": (dim,) for part in "qk"} | _gated("mlp", hidden, config["intermediate_size"])
+    own |= {f"self_attn.{part}_norm": (dim,) for part in "qk"} | gated("mlp", hidden, config["intermediate_size"])
     norms = [f"{part}_layernorm" for part in SANDWICH]
     sizes: Sizes = {"layer_scalar": (1,)}
     if config["enable_moe_block"]:
@@ -138,11 +120,11 @@ def _gemma4(config: Config, i: int) -> Sizes:
         sizes |= {"router.scale": (hidden,), "router.per_expert_scale": (count,)}
         sizes |= _experts("experts", count, hidden, config["moe_intermediate_size"])
         norms += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"]
-    return sizes | _weights(own | dict.fromkeys(norms, (hidden,)))
+    return sizes | weights(own | dict.fromkeys(norms, (hidden,)))
 
 
 def _recurrent(config: Config, keys: int, values: int) -> Sizes:
-    """What both forms of a recurrent layer have. keys, values: of all heads."""
+    """The tensors that both forms of a recurrent layer have. keys, values: of all heads."""
     heads, hidden = config["linear_num_value_heads"], config["hidden_size"]
     return {
         "linear_attn.conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
@@ -160,7 +142,7 @@ def _hybrid(config: Config, i: int) -> Sizes:
     sizes: Sizes = {}
     types, every = config.get("layer_types"), config["full_attention_interval"]
     if types[i] == "full_attention" if types else (i + 1) % every == 0:
-        own |= _projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
+        own |= projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
         own["self_attn.q_proj"] = (2 * config["num_attention_heads"] * dim, hidden)  # with gates
         own |= {f"self_attn.{part}_norm": (dim,) for part in "qk"}
     else:
@@ -172,29 +154,11 @@ def _hybrid(config: Config, i: int) -> Sizes:
             rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
         own |= {f"linear_attn.in_proj_{part}": (count, hidden) for part, count in rows.items()}
     if "num_experts" not in config:
-        return sizes | _weights(own | _gated("mlp", hidden, config["intermediate_size"]))
+        return sizes | weights(own | gated("mlp", hidden, config["intermediate_size"]))
     count = config["num_experts"]
     own |= {"mlp.gate": (count, hidden), "mlp.shared_expert_gate": (1, hidden)}
-    own |= _gated("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
-    return sizes | _weights(own) | _experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
-
-
-def _assistant(draft: AssistantConfig) -> Sizes:
-    """Gemma 4's layers without keys and values, between two projections. Its ordered head is not among the shapes."""
-    assert not draft.num_clusters, "the order of ids is not random"
-    model, hidden, wide = draft.model, draft.model.hidden_size, draft.target_hidden_size
-    sizes = _ends("model.", model.vocab_size, hidden, is_tied=True)
-    sizes |= {"pre_projection.weight": (hidden, 2 * wide), "post_projection.weight": (wide, hidden)}
-    for i, layer in enumerate(model.layers):
-        attention, mlp = layer.mixer, layer.mlp
-        assert isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec), layer
-        own = _projections(hidden, attention.query_width, 0) | _gated("mlp", hidden, mlp.intermediate_size)
-        del own["self_attn.k_proj"], own["self_attn.v_proj"]
-        own["self_attn.q_norm"] = (attention.head_dim,)
-        own |= {f"{norm}_layernorm": (hidden,) for norm in SANDWICH}
-        sizes |= {f"model.layers.{i}.{name}": size for name, size in _weights(own).items()}
-        sizes[f"model.layers.{i}.layer_scalar"] = (1,)
-    return sizes
+    own |= gated("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
+    return sizes | weights(own) | _experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
 
 
 # By model_type: where the layers are, and what one of them holds.
