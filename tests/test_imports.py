@@ -35,7 +35,6 @@ ROOMS = (
     "cli",
 )
 KNOWN_UPWARD: dict[str, set[str]] = {
-    "drafters.registry": {"plan.weight_formats"},
     "server.healthcheck": {"bridges.container_env"},  # a program of its own: python -m sparkdraft.server.healthcheck
 }
 NO_TORCH = [
@@ -74,16 +73,7 @@ NO_TORCH = [
     "operate.forecast.roofline",
     "bridges",
     "operate.bench.shapes",
-    "drafters.assistant_config",
-    "drafters.pairs",
-    "drafters.ngram",
-    "drafters.caps",
-    "drafters.choice",
-    "drafters.dflash_caps",
-    "drafters.draft_configs",
-    "drafters.dflash_config",
-    "drafters.mtp_config",
-    "drafters.packaged",
+    "drafters",
     "speculation",
     "text",
     "weights.checkpoint",

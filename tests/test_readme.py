@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.cli.main import parser
-from sparkdraft.drafters.assistant_config import TYPE as ASSISTANT
-from sparkdraft.drafters.mtp_config import HEADS
+from sparkdraft.drafters.assistant import TYPE as ASSISTANT
+from sparkdraft.drafters.mtp import HEADS
 from sparkdraft.models.registry import ARCHITECTURES
 from sparkdraft.weights.gguf import ARCHITECTURES as GGUF_ARCHITECTURES
 from tests.cli.said import in_process

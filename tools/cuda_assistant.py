@@ -30,7 +30,7 @@ from sparkdraft.cli.main import main as sparkdraft
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
 from sparkdraft.drafters.assistant import Assistant
-from sparkdraft.drafters.drafter import Anchors, Pick, Score
+from sparkdraft.drafters.base import Anchors, Pick, Score
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels import reference
 from sparkdraft.models.common.sandwich import DenseSublayer

@@ -25,8 +25,6 @@ import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-from sparkdraft.kernels.ops import Ops
-
 DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -35,10 +33,10 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.drafters.drafter import Anchors, CommittedRows, Score
-from sparkdraft.drafters.mtp import MtpHead, build
-from sparkdraft.drafters.mtp_config import MAX_DEPTH, MtpConfig
+from sparkdraft.drafters.base import Anchors, CommittedRows, Score
+from sparkdraft.drafters.mtp import MAX_DEPTH, MtpConfig, MtpHead
 from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.ops import Ops
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from sparkdraft.operate.bench.random_model import RandomCheckpoint
@@ -67,12 +65,12 @@ class Case:
 
     @staticmethod
     def of(config: MtpConfig, ops: Ops, streams: int) -> Case:
-        source = RandomCheckpoint(config, str(DEVICE))
+        source = RandomCheckpoint(config.tensor_shapes(), str(DEVICE))
         blocks = -(-(CONTEXT + MAX_DEPTH) // BLOCK)
         kv = DenseKV(config.model.attention, streams * blocks, BLOCK, DTYPE, DEVICE, ops)
         nobody = SimpleNamespace(embedding=None, head=None)  # the head's tables are its own
         load = Loader(source, DEVICE, DTYPE, ops)
-        head = build(config, load, ops, nobody, kv, blocks * BLOCK, streams)  # type: ignore[arg-type]
+        head = config.build(load, ops, nobody, kv, blocks * BLOCK, streams)  # type: ignore[arg-type]
         dice = torch.Generator().manual_seed(1)
         vocab, hidden = config.model.vocab_size, config.model.hidden_size
         order = torch.randperm(streams * blocks, generator=dice).int().view(streams, blocks)

@@ -29,7 +29,6 @@ from pathlib import Path
 
 from sparkdraft.cli.plan import FORMATS_OF, SHAPES_OF
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash_caps import caps_of
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.machine import FOLDER, Machine, like, this_machine
@@ -176,7 +175,7 @@ def _work(case: Case, on_cpu: bool) -> tuple[Target, Load, DraftPass | None]:
     if case.drafter:
         draft = drafter_shape(case.drafter, model)
         depth = draft.block_size - 1
-        drafter = DraftPass.of(caps_of(draft), model_sizes(model).head, False, itemsize, fmt)
+        drafter = DraftPass.of(draft.caps(), model_sizes(model).head, False, itemsize, fmt)
     target = Target.of(model, formats, case.kv, itemsize, spread=1.0)
     return target, Load(case.streams, case.prompt + case.output // 2, depth), drafter
 

@@ -37,9 +37,9 @@ from torch import Tensor
 
 from sparkdraft import SamplingParams
 from sparkdraft.config import EngineConfig
+from sparkdraft.drafters.base import CommittedRows
 from sparkdraft.drafters.dflash import DFlash, DraftBlock
-from sparkdraft.drafters.drafter import CommittedRows
-from sparkdraft.drafters.id_files import IdCounts
+from sparkdraft.drafters.vocabulary import IdCounts
 from sparkdraft.engine.load import Loaded, load_opened, open_model
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax, ids_of
 from sparkdraft.kernels.ops import AttentionView

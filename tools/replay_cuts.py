@@ -27,14 +27,13 @@ from replay_acceptance import drafter_of, int32, observe_text, seen
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import Request
+from sparkdraft.drafters.base import CommittedRows
 from sparkdraft.drafters.dflash import DraftBlock
-from sparkdraft.drafters.drafter import CommittedRows
 from sparkdraft.engine.sampler import Draws, pick_sure
 from sparkdraft.operate.bench.accept import LOOP
-from sparkdraft.speculation.confidence import Confidence
-from sparkdraft.speculation.cut import best_cuts, survivals
+from sparkdraft.speculation.costs import interpolate
+from sparkdraft.speculation.cut import Confidence, best_cuts, survivals
 from sparkdraft.speculation.depth import FIRST_FIT, DepthController
-from sparkdraft.speculation.step_costs import interpolate
 from sparkdraft.text.repetition import loop_start
 
 DEPTHS = [0, 1, 3, 7, 15]

@@ -41,7 +41,7 @@ import torch
 from replay_acceptance import Named, answers_after, measure, responses
 
 from sparkdraft import LLM
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.train.corpus import Corpus, CorpusWriter, Finish
 from sparkdraft.train.data import make_corpus, open_model
 from sparkdraft.train.drafter_config import draft_ids

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.operate.bench.accept import LOOP
 from sparkdraft.text.repetition import loop_start
 from sparkdraft.train.batches import TrainBatch

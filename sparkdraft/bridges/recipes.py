@@ -13,7 +13,7 @@ from typing import Any
 
 from sparkdraft.core import UserError
 from sparkdraft.drafters import pairs
-from sparkdraft.drafters.mtp_config import MTP
+from sparkdraft.drafters.mtp import MTP
 from sparkdraft.util.names import did_you_mean, spelled
 
 TABLE = Path(__file__).with_name("recipes.json")

@@ -19,7 +19,7 @@ from sparkdraft.util.progress import SELDOM, progress
 from sparkdraft.util.this_machine import OtherPrograms
 
 if TYPE_CHECKING:
-    from sparkdraft.drafters.draft_configs import DraftConfig
+    from sparkdraft.drafters.find import DraftConfig
     from sparkdraft.engine.engine import Engine
     from sparkdraft.models.common.config import ModelConfig
     from sparkdraft.operate.bench.offline import Bench, Load, Row

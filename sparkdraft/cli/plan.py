@@ -22,7 +22,7 @@ from sparkdraft.util.progress import progress
 from sparkdraft.weights import hub
 
 if TYPE_CHECKING:
-    from sparkdraft.drafters.draft_configs import DraftConfig
+    from sparkdraft.drafters.base import DraftConfig, InTarget
     from sparkdraft.models.common.config import ModelConfig
     from sparkdraft.operate.forecast.forecast import Forecast, Question
     from sparkdraft.operate.forecast.machine import Machine
@@ -218,8 +218,7 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
     """As read_drafter, and its name. Where none is named, the one that `serve` would take; a named shape has none."""
     if name != "auto" or _shape_name(model_name):
         return *read_drafter(name, model_name, model), name
-    from sparkdraft.drafters.choice import pick
-    from sparkdraft.drafters.mtp_config import MtpConfig, check_names
+    from sparkdraft.drafters.find import pick
     from sparkdraft.weights.checkpoint import HUB_ID, tensor_names
     from sparkdraft.weights.hub import cached_snapshot
 
@@ -233,19 +232,17 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
         except UserError as error:  # a plan needs no weights: they may be still to come
             note(f"whether the model's file holds a head that drafts is not known: {error}")
 
-    def head() -> tuple[DraftConfig, list[str]]:
-        found = MtpConfig.of(model, held)
-        check_names(found, held, Path(model_name))
-        return found, []
+    def in_target(place: InTarget) -> tuple[DraftConfig, list[str]]:
+        return place.read(model, held, Path(model_name)), []
 
-    found = pick(model_name, model, held, lambda path: _open_drafter(path, model), head)
+    found = pick(model_name, model, held, lambda path: _open_drafter(path, model), in_target)
     show_fallbacks(found.fallbacks)
     return *(found.drafter or (None, [])), found.name
 
 
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:
     """With the names of its tensors, where its file is at hand: it may bring tables of its own."""
-    from sparkdraft.drafters.packaged import default_drafter
+    from sparkdraft.drafters.find import default_drafter
     from sparkdraft.operate.bench.shapes import drafter_shape, drafters
 
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
@@ -259,26 +256,27 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
 
 def _open_drafter(name: str, model: ModelConfig) -> tuple[DraftConfig, list[str]]:
     """Of a folder or a hub id. Raises UserError for one that does not fit."""
-    from sparkdraft.drafters.draft_configs import check_fits, read_draft_config
+    from sparkdraft.drafters.find import read_draft_config
     from sparkdraft.weights.checkpoint import read_config_json, tensor_names
 
-    draft, folder = read_draft_config(read_config_json(name)), user_path(name)
-    check_fits(draft, model)
-    return draft, tensor_names(folder) if folder.is_dir() else []
+    folder = user_path(name)
+    names = tensor_names(folder) if folder.is_dir() else []
+    draft = read_draft_config(read_config_json(name), names, folder)
+    draft.check_fits(model)
+    return draft, names
 
 
 def _asked(
     drafter: DraftConfig | None, names: list[str], config: EngineConfig, model: ModelConfig
 ) -> DraftConfig | None:
     """The drafter with the ids that are asked for."""
-    from sparkdraft.drafters.draft_configs import among
-    from sparkdraft.drafters.id_files import read_ids
+    from sparkdraft.drafters.vocabulary import read_ids
 
     if drafter is None and (config.draft_vocab or config.drafter_weights != "auto"):
         raise UserError("--drafter-weights and --draft-vocab need a drafter: name one with --drafter")
     if drafter is None or not config.draft_vocab:
         return drafter
-    return among(drafter, len(read_ids(config.draft_vocab, model.vocab_size)), names)
+    return drafter.among(len(read_ids(config.draft_vocab, model.vocab_size)), names)
 
 
 def _check(args: Namespace, model: ModelConfig) -> int:

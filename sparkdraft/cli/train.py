@@ -219,7 +219,7 @@ def _export(args: Namespace) -> int:
 
 def _drafter_folder(name: str) -> str:
     """The drafter that this names, if it is one already; empty: a run's folder."""
-    from sparkdraft.drafters.packaged import default_drafter
+    from sparkdraft.drafters.find import default_drafter
 
     if packaged := default_drafter(name):
         return packaged
@@ -231,7 +231,7 @@ def _drafter_folder(name: str) -> str:
 def _convert_drafter(args: Namespace, drafter: str) -> tuple[str, str]:
     """Write a drafter that is a checkpoint already in another layout, or in other bits. Returns what it was made from,
     and a note or nothing."""
-    from sparkdraft.drafters.packaged import EMBEDDED
+    from sparkdraft.drafters.find import EMBEDDED
     from sparkdraft.train.export import ExportTarget, export, read_drafter
     from sparkdraft.weights.hub import portable_name
 
@@ -277,7 +277,7 @@ def _write_drafter(args: Namespace) -> tuple[str, str]:
 
 
 def _head_rows(name: str, ids: Tensor, draft: dict[str, Any]) -> Tensor:
-    from sparkdraft.drafters.dflash_config import DFlashConfig
+    from sparkdraft.drafters.dflash import DFlashConfig
     from sparkdraft.train.target import head_rows
 
     try:

@@ -2,36 +2,251 @@
 
     a pass      x = W_pre [embedding of the id | hidden state], both as the target has them; layers whose queries read
                 the target's K/V; y = norm(x); logits = head(y); the next hidden state is W_post y
-    a draft     the first pass takes the anchor and the target's hidden state of the row before it, each next one the
+    a draft     the first pass takes the anchor and the target's hidden state of the token before it, each next one the
                 id that was picked and the hidden state that the pass before made
 
-All passes of a draft stand at one position and see the same keys, those of the committed rows: nothing of a draft is
-ever written. So there is nothing to observe, to roll back or to find again with a prefix. Which position that is, and
-how far a sliding layer sees, are constants of assistant_config.py.
+Each layer reads the last target layer of its own type (sliding or full). All passes of a draft stand at one position
+and see the same keys, those of the committed tokens: a draft writes nothing. So there is nothing to observe, to roll
+back or to find again with a prefix. A config key that is not known, or asks for another computation, is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
-from sparkdraft.cache.formats import KVCache
-from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.layered import CacheReader
 from sparkdraft.core import UserError
-from sparkdraft.drafters.assistant_config import POSITION, AssistantConfig, borrowing, caps_of, source_layers
-from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
+from sparkdraft.drafters.base import (
+    Anchors,
+    CommittedRows,
+    DraftBytes,
+    DrafterCaps,
+    DrafterKind,
+    Pick,
+    Shapes,
+    head_cannot_be_cut,
+    must_fit,
+)
 from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
-from sparkdraft.models.common.blocks import Attention, Decoder, Step, following, load_norm
-from sparkdraft.models.common.rope import RopeTables
-from sparkdraft.models.common.sandwich import SandwichLayer, load_dense
-from sparkdraft.weights.linear import Linear
-from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.stored import take_rows
+from sparkdraft.models import gemma4
+from sparkdraft.models.common.config import FINAL, ModelConfig, need
+from sparkdraft.models.common.keys import check_keys, only_values, refused
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec
+from sparkdraft.models.common.nested import OUTER
+from sparkdraft.models.common.sizes import count, layer_matrices
+from sparkdraft.models.common.tensors import SANDWICH, ends, gated, projections, weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparkdraft.cache.formats import KVCache
+    from sparkdraft.cache.formats.dense import DenseKV
+    from sparkdraft.cache.layered import CacheReader
+    from sparkdraft.models.common.blocks import Decoder
+    from sparkdraft.models.common.sandwich import SandwichLayer
+    from sparkdraft.weights.linear import Linear
+    from sparkdraft.weights.loader import Loader
+
+TYPE = "gemma4_assistant"
+MAX_DEPTH = 7  # drafts per step; published measurements go up to 8, and most find their optimum at 3 or 4
+
+# Two conventions that no checkpoint states and on which engines disagree. Both count from the last row that has K/V,
+# the row before the anchor. Ours are those of transformers, where the published assistants come from.
+POSITION = 1  # where all queries of a draft are rotated to: 1, the anchor (llama.cpp too); 0, that row (vLLM, SGLang)
+WINDOW_BEYOND = 1  # keys that a sliding layer sees beyond the config's window: 1; 0 in vLLM
+
+READ = f"""
+    {OUTER} backbone_hidden_size use_ordered_embeddings num_centroids centroid_intermediate_top_k
+"""
+ONLY = only_values("tie_word_embeddings", True)
+TEXT_ONLY = {
+    **only_values("enable_moe_block use_double_wide_mlp", False),
+    **only_values("hidden_size_per_layer_input vocab_size_per_layer_input", 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantConfig:
+    model: ModelConfig  # its own layers, with the windows of its file
+    target_hidden_size: int
+    num_clusters: int = 0  # of an ordered head, which scores the ids of a few clusters only; 0: the head is a plain one
+    top_clusters: int = 0
+    draft_vocab_size: int = 0  # ids that it drafts among, by rows of a plain head; 0: all
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that a step commits at most."""
+        return 1 + MAX_DEPTH
+
+    @staticmethod
+    def read(config: Mapping[str, Any]) -> AssistantConfig:
+        """Raises UserError."""
+        unknown = check_keys(config, ONLY, READ)
+        text = config.get("text_config")
+        if not isinstance(text, Mapping):
+            raise UserError("The assistant's config.json has no text_config with its layers: fetch it again.")
+        model = gemma4.read(_own_layers(text))
+        if unknown := (*unknown, *model.unknown_keys):
+            raise UserError(
+                f"The assistant's config.json has keys that are not known here ({', '.join(unknown)}) and may change "
+                "what it computes: use --drafter none, or a checkpoint without them."
+            )
+        clusters, top = 0, 0
+        if config.get("use_ordered_embeddings"):
+            clusters, top = need(config, "num_centroids"), need(config, "centroid_intermediate_top_k")
+            if model.vocab_size % clusters or top > clusters:
+                raise UserError(
+                    f"The assistant's config.json has {clusters} centroids, of which {top} are chosen, for "
+                    f"{model.vocab_size} ids; they must divide the ids evenly: fetch it again."
+                )
+        return AssistantConfig(model, need(config, "backbone_hidden_size"), clusters, top)
+
+    def borrowing(self, target: ModelConfig | None = None) -> tuple[AttentionSpec, ...]:
+        """The attention of its layers, as it runs: each reads a layer of the target, and a window is one key wider."""
+        layers = self.source_layers(target) if target else range(self.model.num_layers)
+        return tuple(
+            replace(spec, kv_from=layer, window=spec.window + WINDOW_BEYOND if spec.window else 0)
+            for spec, layer in zip(self.model.attention, layers, strict=True)
+        )
+
+    def source_layers(self, target: ModelConfig) -> tuple[int, ...]:
+        """The target layers that its layers read: of the same type, the last that keeps keys and values of its own."""
+        last = {
+            bool(layer.mixer.window): number
+            for number, layer in enumerate(target.layers)
+            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_from is None
+        }
+        kinds = {False: "layers over the whole context", True: "sliding layers"}
+        for spec in self.model.attention:
+            kind = bool(spec.window)
+            must_fit(kind in last, f"it reads {kinds[kind]}, and the model has none")
+        return tuple(last[bool(spec.window)] for spec in self.model.attention)
+
+    def check_fits(self, target: ModelConfig) -> None:
+        """Raises UserError if the assistant was not made for a target of this shape."""
+        own, hidden, vocab = self.model.vocab_size, target.hidden_size, target.vocab_size
+        must_fit(
+            self.target_hidden_size == hidden,
+            f"it was made for a hidden size of {self.target_hidden_size}, the model has {hidden}",
+        )
+        must_fit(own == vocab, f"it has a vocabulary of {own}, the model one of {vocab}")
+        for spec, layer in zip(self.model.attention, self.source_layers(target), strict=True):
+            theirs = target.layers[layer].mixer
+            assert isinstance(theirs, AttentionSpec)
+            for name, mine, there in (
+                ("K/V heads", spec.num_kv_heads, theirs.num_kv_heads),
+                ("a head size of", spec.head_dim, theirs.head_dim),
+                ("a window of", spec.window, theirs.window),
+                ("a RoPE theta of", spec.rope.theta, theirs.rope.theta),
+                ("a RoPE scaling of", spec.rope.scaling, theirs.rope.scaling),
+            ):
+                must_fit(mine == there, f"it reads layer {layer} with {name} {mine}, the model has {there} there")
+
+    def caps(self, names: Collection[str] = ()) -> DrafterCaps:
+        borrowed = self.borrowing()
+        matrices, model = self._matrices(borrowed), self.model
+        # an ordered head's rows are looked up by number, and its centroids choose them: both stay floats
+        floats = model.hidden_size * (model.vocab_size + self.num_clusters) if self.num_clusters else 0
+        return DrafterCaps(
+            "assistant",
+            taps=(FINAL,),
+            max_depth=MAX_DEPTH,
+            kv=(),
+            num_weights=count(matrices) + floats,
+            chain=True,
+            own_head=True,
+            borrowed=borrowed,
+            reads_back=WINDOW_BEYOND + 1,  # the target's next row reads nothing before its own window
+            num_ids=self.draft_vocab_size,
+            matrices=matrices,
+        )
+
+    def _matrices(self, borrowed: tuple[AttentionSpec, ...]) -> tuple[tuple[int, int], ...]:
+        """Two states of the target come in and one goes out; the layers; and a plain head."""
+        model, wide, hidden = self.model, self.target_hidden_size, self.model.hidden_size
+        layers = [replace(layer, mixer=spec) for layer, spec in zip(model.layers, borrowed, strict=True)]
+        inside = [each for spec in layers for part in layer_matrices(spec, hidden).values() for each in part]
+        head = () if self.num_clusters else ((self.draft_vocab_size or model.vocab_size, hidden),)
+        return (hidden, 2 * wide), (wide, hidden), *inside, *head
+
+    def among(self, number: int, names: Collection[str] = ()) -> AssistantConfig:
+        if self.num_clusters:
+            raise head_cannot_be_cut("this assistant's head scores a few clusters of ids, not all rows")
+        return replace(self, draft_vocab_size=number if number < self.model.vocab_size else 0)
+
+    def tensor_shapes(self) -> Shapes:
+        """Gemma 4's layers without keys and values, between two projections."""
+        assert not self.num_clusters, "random numbers are no order of ids"
+        model, hidden, wide = self.model, self.model.hidden_size, self.target_hidden_size
+        sizes = ends("model.", model.vocab_size, hidden, is_tied=True)
+        sizes |= {"pre_projection.weight": (hidden, 2 * wide), "post_projection.weight": (wide, hidden)}
+        for i, layer in enumerate(model.layers):
+            attention, mlp = layer.mixer, layer.mlp
+            assert isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec), layer
+            own = projections(hidden, attention.query_width, 0) | gated("mlp", hidden, mlp.intermediate_size)
+            del own["self_attn.k_proj"], own["self_attn.v_proj"]
+            own["self_attn.q_norm"] = (attention.head_dim,)
+            own |= {f"{norm}_layernorm": (hidden,) for norm in SANDWICH}
+            sizes |= {f"model.layers.{i}.{name}": size for name, size in weights(own).items()}
+            sizes[f"model.layers.{i}.layer_scalar"] = (1,)
+        return sizes
+
+    def build(
+        self,
+        load: Loader,
+        ops: Ops,
+        target: Decoder,
+        kv: DenseKV,
+        context: int,
+        max_seqs: int,
+        ids: Tensor | None = None,
+    ) -> Assistant:
+        """kv: has no layers. `read_from` must be called before the first draft."""
+        import torch
+
+        from sparkdraft.models.common.blocks import Attention, load_norm
+        from sparkdraft.models.common.rope import RopeTables
+        from sparkdraft.models.common.sandwich import SandwichLayer, load_dense
+
+        model, wide, ropes = self.model, self.target_hidden_size, RopeTables(context, load.device)
+        joins = (
+            load.linear({"pre_projection": model.hidden_size}, 2 * wide),
+            load.linear({"post_projection": wide}, model.hidden_size),
+        )
+        layers = []
+        for i, (spec, mixer) in enumerate(zip(model.layers, self.borrowing(target.config), strict=True)):
+            name = f"model.layers.{i}"
+            norms = [
+                load_norm(model, load, f"{name}.{norm}_layernorm")
+                for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+            ]
+            attention = Attention(mixer, model, load, f"{name}.self_attn", ops, ropes)
+            mlp = load_dense(replace(spec, mixer=mixer), model, load, name, ops)
+            scale = float(load.vector(f"{name}.layer_scalar", 1, torch.float32))
+            layers.append(SandwichLayer(norms[0], attention, norms[1], norms[2], mlp, norms[3], ops, scale))
+        norm, head = load_norm(model, load, "model.norm"), _head(self, load, ops, ids)
+        load.finish()
+        return Assistant(self, target, joins, layers, norm, head, max_seqs, ops, ids)
+
+
+def _own_layers(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers' config as gemma4.py reads it. That they have no keys and values is what an assistant is."""
+    own, shared = dict(text), text.get("num_kv_shared_layers")
+    if own.get("model_type", "gemma4_text") != "gemma4_text":
+        raise refused("a text_config of the type", own["model_type"], ("gemma4_text",))
+    if shared not in (None, 0, own.get("num_hidden_layers")):
+        raise refused("num_kv_shared_layers", shared, (own.get("num_hidden_layers"),))
+    for key, allowed in TEXT_ONLY.items():
+        if own.get(key) is not None and own[key] not in allowed:
+            raise refused(key, own[key], allowed)
+    own.pop("num_kv_shared_layers", None)
+    return {**own, "model_type": "gemma4_text", "tie_word_embeddings": True}
+
+
+# ---- the drafter
 
 
 class Head(Protocol):
@@ -95,7 +310,7 @@ class OrderedHead:
     def _scores(self, normed: Normed) -> tuple[Tensor, Tensor]:  # float32, int64: [rows, top * ids of a cluster]
         y = self.ops.rms_norm(normed.x, *normed.norm)
         best = self.ops.linear(y, self.matrix).topk(self.top, dim=1).indices  # [rows, top]
-        scores = torch.matmul(self.rows[best], y[:, None, :, None])  # [rows, top, ids of a cluster, 1]
+        scores = self.rows[best] @ y[:, None, :, None]  # [rows, top, ids of a cluster, 1]
         return scores.flatten(1).float(), self.ids[best].flatten(1)
 
 
@@ -112,7 +327,9 @@ class Assistant:
         ops: Ops,
         vocabulary: Tensor | None = None,  # int64: the id of each row of the head; None: the same ids
     ) -> None:
-        self.caps, self.draft, self.target, self.ops = caps_of(draft), draft, target, ops
+        import torch
+
+        self.caps, self.draft, self.target, self.ops = draft.caps(), draft, target, ops
         self.before, self.after = joins
         self.layers, self.norm, self.head, self.vocabulary = layers, norm, head, vocabulary
         self.reader: CacheReader | None = None
@@ -129,12 +346,16 @@ class Assistant:
         self.joined = torch.zeros(max_seqs, 2, draft.target_hidden_size, dtype=target.dtype, device=device)
 
     def read_from(self, kv: KVCache) -> None:
-        self.reader = CacheReader(kv, source_layers(self.draft, self.target.config))
+        from sparkdraft.cache.layered import CacheReader
+
+        self.reader = CacheReader(kv, self.draft.source_layers(self.target.config))
 
     def observe(self, rows: CommittedRows) -> None:
         """Nothing is kept of committed rows."""
 
     def propose(self, anchors: Anchors, depth: int, pick: Pick) -> Tensor:
+        import torch
+
         assert anchors.hidden is not None
         seqs, drafts = len(anchors.ids), []
         rows = (anchors.length - 1).clamp(min=0)  # that have K/V; none in an empty lane
@@ -153,6 +374,8 @@ class Assistant:
 
     @property
     def matrices(self) -> list[Linear]:
+        from sparkdraft.weights.linear import Linear
+
         inside = [m for layer in self.layers for m in layer.matrices if isinstance(m, Linear)]
         return [self.before, self.after, *inside, self.head.matrix]
 
@@ -165,6 +388,8 @@ class Assistant:
     # ---- the parts
 
     def _score(self, anchors: Anchors, seqs: int, likeliest: bool) -> Tensor:
+        from sparkdraft.models.common.blocks import Step, following
+
         ops, reader, ids, positions = self.ops, self.reader, self.ids[:seqs], self.positions[:seqs]
         assert reader
         view = AttentionView(self.starts[: seqs + 1], self.context[:seqs], anchors.tables, 1, anchors.max_context)
@@ -180,40 +405,12 @@ class Assistant:
         return self.head.likeliest(normed) if likeliest else self.head.logits(normed)
 
 
-def build(
-    draft: AssistantConfig,
-    load: Loader,
-    ops: Ops,
-    target: Decoder,
-    kv: DenseKV,
-    context: int,
-    max_seqs: int,
-    ids: Tensor | None = None,
-) -> Assistant:
-    """kv: has no layers. ids: the only ones to be drafted. `read_from` must be called before the first draft."""
-    model, wide, ropes = draft.model, draft.target_hidden_size, RopeTables(context, load.device)
-    joins = (
-        load.linear({"pre_projection": model.hidden_size}, 2 * wide),
-        load.linear({"post_projection": wide}, model.hidden_size),
-    )
-    layers = []
-    for i, (spec, mixer) in enumerate(zip(model.layers, borrowing(draft, target.config), strict=True)):
-        name = f"model.layers.{i}"
-        norms = [
-            load_norm(model, load, f"{name}.{norm}_layernorm")
-            for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        ]
-        attention = Attention(mixer, model, load, f"{name}.self_attn", ops, ropes)
-        mlp = load_dense(replace(spec, mixer=mixer), model, load, name, ops)
-        scale = float(load.vector(f"{name}.layer_scalar", 1, torch.float32))
-        layers.append(SandwichLayer(norms[0], attention, norms[1], norms[2], mlp, norms[3], ops, scale))
-    norm, head = load_norm(model, load, "model.norm"), _head(draft, load, ops, ids)
-    load.finish()
-    return Assistant(draft, target, joins, layers, norm, head, max_seqs, ops, ids)
-
-
 def _head(draft: AssistantConfig, load: Loader, ops: Ops, ids: Tensor | None) -> Head:
     """The table is the head alone: embeddings are the target's. A copy of it may be in the file as lm_head."""
+    import torch
+
+    from sparkdraft.weights.quant.stored import take_rows
+
     model, clusters = draft.model, draft.num_clusters
     if not clusters:
         table = load.embedding("model.embed_tokens", model.vocab_size, model.hidden_size)
@@ -231,3 +428,10 @@ def _head(draft: AssistantConfig, load: Loader, ops: Ops, ids: Tensor | None) ->
     rows = load.floats("model.embed_tokens.weight", (model.vocab_size, model.hidden_size))[order]
     by_cluster = order.view(clusters, -1)
     return OrderedHead(centroids, rows.view(*by_cluster.shape, -1), by_cluster, draft.top_clusters, ops)
+
+
+def _read(config: Mapping[str, Any], names: Collection[str], path: Path) -> AssistantConfig:
+    return AssistantConfig.read(config)
+
+
+KIND = DrafterKind("assistant", recognises=lambda config: config.get("model_type") == TYPE, read=_read)

@@ -1,32 +1,360 @@
-"""The DFlash drafter: a few layers that fill in a block of masks, given the target's hidden states of the text so far.
+"""DFlash: a few layers that fill in a block of masks in one pass, given the target's hidden states of the text so far.
 
-A committed row reaches the drafter only as keys and values, projected for all layers at once from the target's taps
-(`observe`). Queries come from the draft block alone, so one pass drafts the whole block (`propose`). Embedding and head
-are the target's unless the checkpoint has its own. The engine decides when to draft, and what becomes of the drafts.
+A committed token reaches the drafter only as keys and values, projected for all layers at once from the target's
+hidden states (`observe`). Queries come from the draft block alone, so one pass drafts the whole block (`propose`).
+Embedding and head are the target's unless the checkpoint has its own.
 
-    a block    | anchor | mask | mask | ... |    'width' rows from the anchor's position on; masks become the drafts
+    a block    | anchor | mask | mask | ... |    'width' positions from the anchor on; masks become the drafts
+
+Checkpoints are published in two formats, and one record holds either. z-lab keeps the drafter's dimensions at the top
+of config.json and the rest in `dflash_config`. speculators keeps the dimensions in `transformer_layer_config` and
+counts the target's layers from the embedding, so one higher. A key that would change the computation in a way that is
+not implemented is refused by name.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash_caps import caps_of
-from sparkdraft.drafters.dflash_config import DFlashConfig
-from sparkdraft.drafters.draft_head import rows_of_head
-from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
+from sparkdraft.drafters.base import (
+    Anchors,
+    CommittedRows,
+    DraftBytes,
+    DrafterCaps,
+    DrafterKind,
+    Pick,
+    SeenContext,
+    Shapes,
+    head_cannot_be_cut,
+    must_fit,
+)
+from sparkdraft.drafters.vocabulary import rows_of_head
 from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
-from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, following, load_norm
-from sparkdraft.models.common.kv import LayerKV
-from sparkdraft.models.common.rope import RopeTables
-from sparkdraft.weights.linear import Linear
-from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.models.common.config import ModelConfig, dense_config, softcap_of
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, LayerSpec
+from sparkdraft.models.common.sizes import count, layer_matrices
+from sparkdraft.models.common.tensors import layer_shapes
+from sparkdraft.util.fields import MAX_LAYERS, flag, listed, mapping, real, whole, wrong
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparkdraft.cache.formats.dense import DenseKV
+    from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer
+    from sparkdraft.weights.linear import Linear
+    from sparkdraft.weights.loader import Loader
+    from sparkdraft.weights.quant.stored import Stored
+
+Config = Mapping[str, Any]
+OWN = "The drafter's config.json"
+WINDOW_KEY, SINK_KEY = "draft_window_size", "draft_sink_size"  # of dflash_config
+TAPS = 5  # of the drafters that are made here
+Mask = tuple[int, bool]  # of a layer: window (0: none), and whether a row is blind to the rows after it
+
+# Keys that stand for another algorithm or a computation that we do not have, and its name.
+FOREIGN = {
+    "conv_kernel_size": "dflash2",
+    "selector_rank": "dflash2",
+    "markov_rank": "dspark",
+    "enable_confidence_head": "dspark",
+    "sample_from_anchor": "dspark (sample_from_anchor)",
+    "gru_hidden_dim": "domino",
+    "attention_sink_bias": "dflash with attention sinks",
+    "pure_draft_prefix_len": "dflash with a pure draft prefix",
+    "shift_label": "dflash with shifted labels",
+}
+# Keys that must have one of the given values if they are present.
+ONLY = {
+    "projector_type": (None, "", "dflash"),
+    "attention_value_scale": (None, 1, 1.0),
+    "use_aux_hidden_state": (None, True),
+    "is_neox_style": (None, True),
+    "hidden_act": (None, "silu"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    model: ModelConfig  # the drafter's own layers, windows and causality included; vocab_size is that of the target
+    taps: tuple[int, ...]  # target blocks, from 0; the residual after each is read, in this order
+    block_size: int  # the anchor counts
+    mask_token_id: int
+    draft_vocab_size: int  # of an output head of its own, where the checkpoint has one
+    target_hidden_size: int
+    num_target_layers: int | None = None  # where the config says
+    input_embedding_scale: float | None = 1.0  # None: the target's own, for rows that its first layer reads scaled
+    output_multiplier: float = 1.0
+    softcap: float | None = None
+    sees: SeenContext | None = None  # of the context; None: all of it
+
+    @staticmethod
+    def read(config: Config) -> DFlashConfig:
+        """Read a config.json in either format. Raises UserError."""
+        dialect = _read_zlab
+        if "speculators_model_type" in config or "speculators_config" in config:
+            dialect = _read_speculators
+        return dialect(config)
+
+    def check_fits(self, target: ModelConfig) -> None:
+        """Raises UserError if the drafter was not made for a target of this shape."""
+        vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in self.taps if t >= target.num_layers]
+        for own in (self.model.hidden_size, self.target_hidden_size):
+            must_fit(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
+        must_fit(
+            self.model.vocab_size == vocab, f"it has a vocabulary of {self.model.vocab_size}, the model one of {vocab}"
+        )
+        must_fit(self.draft_vocab_size <= vocab, f"it drafts among {self.draft_vocab_size} ids, the model has {vocab}")
+        must_fit(not beyond, f"it reads layer {max(beyond, default=0)}, the model has {layers} layers, counted from 0")
+        made_for = self.num_target_layers
+        must_fit(made_for in (None, layers), f"it was made for a model of {made_for} layers, this one has {layers}")
+        mask = self.mask_token_id
+        must_fit(0 <= mask < vocab, f"its mask id {mask} is outside the model's vocabulary of {vocab}")
+
+    def caps(self, names: Collection[str] = ()) -> DrafterCaps:
+        """names: of the tensors in its file, where that is known: it may bring an embedding and a head of its own."""
+        vocab, hidden, number = self.model.vocab_size, self.model.hidden_size, self.draft_vocab_size
+        own_head = number < vocab or has_table(names, "lm_head.weight")  # of its file, or rows of the target's
+        embedding = vocab * hidden if has_table(names, "embed_tokens.weight") else 0
+        matrices = (*self._matrices(), *(((number, hidden),) if own_head else ()))
+        return DrafterCaps(
+            "dflash",
+            self.taps,
+            self.block_size - 1,
+            self.model.attention,
+            count(matrices) + embedding,
+            own_head=own_head,
+            num_read=count(matrices),
+            num_ids=number if number < vocab else 0,
+            matrices=matrices,
+            sees=self.sees,
+        )
+
+    def _matrices(self) -> tuple[tuple[int, int], ...]:
+        """The input projection, the layers' own, and keys and values of all layers a second time, as one."""
+        model, hidden = self.model, self.model.hidden_size
+        inside = [each for spec in model.layers for part in layer_matrices(spec, hidden).values() for each in part]
+        keys_values = sum(2 * spec.kv_width for spec in model.attention if isinstance(spec, AttentionSpec))
+        return (hidden, len(self.taps) * self.target_hidden_size), *inside, (keys_values, hidden)
+
+    def among(self, number: int, names: Collection[str] = ()) -> DFlashConfig:
+        if has_table(names, "lm_head.weight"):
+            raise head_cannot_be_cut(f"this drafter brings a head of its own, of {self.draft_vocab_size} ids")
+        return replace(self, draft_vocab_size=min(number, self.model.vocab_size))
+
+    def tensor_shapes(self) -> Shapes:
+        hidden = self.model.hidden_size
+        sizes: Shapes = {
+            "fc.weight": (hidden, len(self.taps) * self.target_hidden_size),
+            "hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+        }
+        return sizes | layer_shapes(self.model, "")
+
+    def build(
+        self,
+        load: Loader,
+        ops: Ops,
+        target: Decoder,
+        kv: DenseKV,
+        context: int,
+        max_seqs: int,
+        ids: Tensor | None = None,
+    ) -> DFlash:
+        from sparkdraft.models.common.blocks import Attention, DecoderLayer, GatedMLP, load_norm
+        from sparkdraft.models.common.rope import RopeTables
+
+        prefix, model = _prefix(load), self.model
+        fc = load.linear({f"{prefix}fc": model.hidden_size}, len(self.taps) * self.target_hidden_size)
+        hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")
+        # The masks of a block may reach past the context's end. Nothing uses them there, but they look up a position.
+        ropes = RopeTables(context + self.block_size, load.device)
+        layers, attention = [], []
+        for i, layer in enumerate(model.layers):
+            name = f"{prefix}layers.{i}"
+            attention.append(Attention(layer.mixer, model, load, f"{name}.self_attn", ops, ropes))
+            norms = [load_norm(model, load, f"{name}.{norm}_layernorm") for norm in ("input", "post_attention")]
+            mlp = GatedMLP(layer.mlp, model, load, f"{name}.mlp", ops)
+            layers.append(DecoderLayer(norms[0], attention[-1], norms[1], mlp))
+        spec = model.attention[0]  # layers differ in their windows alone
+        names = [f"{prefix}layers.{i}.self_attn.{part}_proj" for i in range(model.num_layers) for part in "kv"]
+        context_kv = load.linear(dict.fromkeys(names, spec.kv_width), model.hidden_size, spec.bias)
+        ends = _ends(self, load, prefix, target, ids)
+        load.finish()
+        return DFlash(self, fc, hidden_norm, context_kv, layers, attention, ends, kv, max_seqs, ops)
+
+
+def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
+    """Taps from the second layer to the third from the end, as in z-lab's drafters; all layers of a tiny target."""
+    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
+    if last - first < count - 1:
+        return tuple(range(max(num_layers - count, 0), num_layers))
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
+# ---- the two formats
+
+
+def _read_zlab(config: Config) -> DFlashConfig:
+    architectures = listed(config, "architectures", str, OWN) or []
+    if architectures and "DFlashDraftModel" not in architectures:
+        raise _not_built(architectures[0])
+    if "dflash_config" not in config and not architectures:
+        raise _not_built(str(config.get("model_type", "unknown")))
+    inner = mapping(config, "dflash_config", OWN)
+    both = {**config, **inner}  # a key may be in either place; the inner one wins, as in z-lab's own code
+    _refuse_foreign(both)
+    model = _masked(dense_config(_one_rope(config), qk_norm=True), partial(_zlab_masks, config, inner))
+    target_layers = whole(config, "num_target_layers", where=OWN)
+    if both.get("target_layer_ids") is None:
+        both["target_layer_ids"] = _default_taps(target_layers, model.num_layers)
+    return DFlashConfig(
+        model=model,
+        taps=_ids(both, "target_layer_ids"),
+        block_size=whole(both, "block_size", 2, OWN) or 16,
+        mask_token_id=_required(both, "mask_token_id"),
+        draft_vocab_size=whole(both, "draft_vocab_size", where=OWN) or model.vocab_size,
+        target_hidden_size=whole(both, "target_hidden_size", where=OWN) or model.hidden_size,
+        num_target_layers=target_layers,
+        input_embedding_scale=real(both, "input_embedding_scale", -math.inf, where=OWN),
+        output_multiplier=1.0 if (said := real(both, "output_multiplier", -math.inf, where=OWN)) is None else said,
+        softcap=softcap_of(both) or None,
+        sees=_seen_context(both),
+    )
+
+
+def _read_speculators(config: Config) -> DFlashConfig:
+    stated = mapping(config, "speculators_config", OWN)
+    algorithm = str(config.get("speculators_model_type") or stated.get("algorithm"))
+    if algorithm != "dflash":
+        raise _not_built(algorithm)
+    body = config.get("transformer_layer_config")
+    if not isinstance(body, Mapping):
+        raise UserError(
+            "config.json has no 'transformer_layer_config': a speculators drafter keeps its dimensions there"
+        )
+    _refuse_foreign({**body, **config})
+    causal = not flag(config, "sliding_window_non_causal", where=OWN)  # full layers always see the whole block
+
+    def masks(num_layers: int) -> list[Mask]:
+        return [(window, causal and slides) for window, slides in _windows(body, num_layers)]
+
+    model = _masked(dense_config(_one_rope({"model_type": "qwen3", **body}), qk_norm=True), masks)
+    taps = _ids(config, "aux_hidden_state_layer_ids")
+    if 0 in taps:
+        raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0), which is not built yet")
+    return DFlashConfig(
+        model=model,
+        taps=tuple(tap - 1 for tap in taps),  # in this format, 1 is the output of layer 0
+        block_size=whole(config, "block_size", 2, OWN) or 8,
+        mask_token_id=_required(config, "mask_token_id"),
+        draft_vocab_size=whole(config, "draft_vocab_size", where=OWN) or model.vocab_size,
+        target_hidden_size=whole(config, "target_hidden_size", where=OWN) or model.hidden_size,
+        sees=_seen_context(body),
+    )
+
+
+def _masked(model: ModelConfig, masks: Callable[[int], list[Mask]]) -> ModelConfig:
+    """The model with each layer's window, and with layers whose rows may see the rows of their block after them."""
+    specs = [
+        replace(spec, window=window, causal=causal)
+        for spec, (window, causal) in zip(model.attention, masks(model.num_layers), strict=True)
+    ]
+    return replace(model, layers=tuple(LayerSpec(s, layer.mlp) for s, layer in zip(specs, model.layers, strict=True)))
+
+
+def _zlab_masks(config: Config, inner: Config, num_layers: int) -> list[Mask]:
+    """Who says whether a block is causal: the config, else dflash_config, else whether the layer slides."""
+    of_block = flag(inner, "causal", where=OWN) if inner.get("causal") is not None else None
+    said = flag(config, "is_causal", where=OWN) if config.get("is_causal") is not None else of_block
+    if flag(inner, "use_swa", where=OWN):
+        return [(_required(inner, "swa_window_size"), bool(said))] * num_layers
+    return [(window, slides if said is None else said) for window, slides in _windows(config, num_layers)]
+
+
+def _windows(config: Config, num_layers: int) -> list[tuple[int, bool]]:
+    """(window, is a sliding layer) of each layer, with transformers' defaults for Qwen3."""
+    window = whole(config, "sliding_window", 0, OWN) or 0 if flag(config, "use_sliding_window", True, OWN) else 0
+    kinds = listed(config, "layer_types", str, OWN)
+    if kinds is None:
+        first = whole(config, "max_window_layers", 0, OWN) or 0 if window else num_layers
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown or len(kinds) != num_layers:
+        known = f"{num_layers} of full_attention or sliding_attention"
+        raise UserError(f"The drafter's layer_types are {', '.join(map(str, kinds))}; they must be {known}")
+    return [(window, True) if kind == "sliding_attention" else (0, False) for kind in kinds]
+
+
+# ---- the parts
+
+
+def _seen_context(config: Config) -> SeenContext | None:
+    """Keys of our own, which other programs ignore: they show the drafter all of the context. They are named after
+    SGLang's --speculative-dflash-draft-window-size and after attention sinks."""
+    if not config.get(WINDOW_KEY):
+        return None
+    return SeenContext(whole(config, SINK_KEY, 0, OWN) or 0, _required(config, WINDOW_KEY, 1))
+
+
+def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
+    """z-lab's default taps: spaced evenly from layer 1 to the third from the end."""
+    if not target_layers:
+        raise UserError(
+            "The drafter's config names neither target_layer_ids nor num_target_layers; one of them is needed"
+        )
+    if draft_layers == 1:
+        return [target_layers // 2]
+    return [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]
+
+
+def _one_rope(config: Config) -> Config:
+    """If rotations are given per kind of layer, take those of the sliding layers for all, as speculators does."""
+    rope = mapping(config, "rope_parameters", OWN)
+    return {**config, "rope_parameters": rope["sliding_attention"]} if "sliding_attention" in rope else config
+
+
+def _refuse_foreign(config: Config) -> None:
+    for key, kind in FOREIGN.items():
+        if config.get(key):
+            raise _not_built(kind)
+    if any(key.startswith("lilicorr") for key in config):
+        raise _not_built("lilicorr")
+    for key, allowed in ONLY.items():
+        if config.get(key) not in allowed:
+            raise _not_built(f"dflash with {key} {config[key]}")
+
+
+def _not_built(kind: str) -> UserError:
+    return UserError(f"Drafters of the kind '{kind}' are not supported yet: use DFlash, of z-lab or of speculators.")
+
+
+def _required(config: Config, key: str, low: int = 0) -> int:
+    value = whole(config, key, low, OWN)
+    if value is None:
+        raise UserError(f"{OWN} has no {key}, which is a whole number: fetch it again.")
+    return value
+
+
+def _ids(config: Config, key: str) -> tuple[int, ...]:
+    ids = tuple(listed(config, key, int, OWN) or ())
+    if not ids or not all(0 <= each <= MAX_LAYERS for each in ids) or len(set(ids)) < len(ids):
+        raise wrong(key, list(ids), f"a list of distinct layer numbers up to {MAX_LAYERS:,}", OWN)
+    return ids
+
+
+def has_table(names: Collection[str], name: str) -> bool:
+    """In the file's own prefix or without one, as drafters/dflash.py looks for it. Training's copy of the target's
+    head has another name."""
+    return any(each == name or each.endswith(f".{name}") for each in names)
+
+
+# ---- the drafter
 
 ENTRY = "fc.weight"  # in every DFlash checkpoint; what precedes it in its name is the prefix of all names
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # used by training only
@@ -41,15 +369,6 @@ class DraftBlock:
     slots: Tensor  # int32 [seqs * width]: where the block's own K/V go; overwritten by the next observe
     view: AttentionView  # its context_len includes the block itself
     draft_rows: Tensor  # int32 [seqs * depth]: the rows whose ids are wanted, 1 .. depth of each block
-
-
-class BlockAttention(Attention):
-    """A layer's attention, which also takes context rows that are keys and values alone."""
-
-    def keep(self, kv_part: Tensor, positions: Tensor, kv: LayerKV, slots: Tensor) -> None:
-        """Write context rows. kv_part: [rows, 2 * kv_heads * head_dim], keys first; its contents are undefined
-        afterwards."""
-        kv.write(kv_part, self.rope_args(positions, num_heads=0), slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +391,15 @@ class DFlash:
         hidden_norm: Norm,
         context_kv: Linear,  # [layers * 2 * kv_heads * head_dim, hidden]: k and v of layer 0, then of layer 1, ...
         layers: list[DecoderLayer],
-        attention: list[BlockAttention],  # of these layers; context rows go to these only, and pass no norm
+        attention: list[Attention],  # of these layers; committed tokens pass these only, and no norm
         ends: Ends,
         kv: DenseKV,
         max_seqs: int,
         ops: Ops,
     ) -> None:
-        self.caps, self.draft = caps_of(draft), draft
+        import torch
+
+        self.caps, self.draft = draft.caps(), draft
         self.fc, self.hidden_norm, self.context_kv = fc, hidden_norm, context_kv
         self.layers, self.attention, self.ends, self.kv, self.ops = layers, attention, ends, kv, ops
         device = hidden_norm.gain.device
@@ -105,6 +426,8 @@ class DFlash:
 
     @property
     def matrices(self) -> list[Linear]:
+        from sparkdraft.weights.linear import Linear
+
         inside = [m for layer in self.layers for m in layer.matrices if isinstance(m, Linear)]
         return [self.fc, self.context_kv, *inside, self.ends.head]
 
@@ -119,7 +442,8 @@ class DFlash:
         context = self.ops.norm_linear(Normed(features, self.hidden_norm), self.context_kv)
         width = context.shape[1] // len(self.layers)  # K and V of one layer
         for i, (attention, kv) in enumerate(zip(self.attention, self.kv.layers, strict=True)):
-            attention.keep(context[:, i * width : (i + 1) * width], rows.positions, kv, rows.slots)
+            keys_values = context[:, i * width : (i + 1) * width]  # contents are undefined after the write
+            kv.write(keys_values, attention.rope_args(rows.positions, num_heads=0), rows.slots)
 
     def propose(self, anchors: Anchors, depth: int, pick: Pick) -> Tensor:
         def score(likeliest: bool) -> Tensor:
@@ -149,7 +473,7 @@ class DFlash:
             capped = self.ops.norm_logits(self._through_layers(block), self.ends.head, softcap)
             return capped
         logits = self.ops.norm_logits(self._through_layers(block), self.ends.head) * multiplier
-        return torch.tanh(logits / softcap) * softcap if softcap else logits
+        return (logits / softcap).tanh() * softcap if softcap else logits
 
     def likeliest(self, block: DraftBlock) -> Tensor:  # int64 [seqs * depth]: the logits' argmax
         if self.draft.output_multiplier <= 0:  # a softcap keeps the order, and so does a positive multiplier
@@ -160,6 +484,8 @@ class DFlash:
     # ---- the parts
 
     def _through_layers(self, block: DraftBlock) -> Normed:  # [draft rows, hidden]
+        from sparkdraft.models.common.blocks import Step, following
+
         normed = Normed(self._embed(block.token_ids), self.layers[0].input_norm)
         step = Step(block.token_ids, block.positions, block.slots, block.view, self.kv.layers)
         for (layer, then), kv in zip(following(self.layers, self.ends.norm), step.kv, strict=True):
@@ -167,42 +493,11 @@ class DFlash:
         return Normed(self.ops.embed(block.draft_rows, normed.x), self.ends.norm)  # a gather
 
     def _embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]
-        x: Tensor = self.ops.embed(ids, self.ends.embedding, self.ends.scale)
+        x = self.ops.embed(ids, self.ends.embedding, self.ends.scale)
         if self.ends.mask_row is not None:
-            x = torch.where((ids == self.draft.mask_token_id).unsqueeze(1), self.ends.mask_row * self.ends.scale, x)
+            is_mask = (ids == self.draft.mask_token_id).unsqueeze(1)
+            x = (self.ends.mask_row * self.ends.scale).where(is_mask, x)
         return x
-
-
-def build(
-    draft: DFlashConfig,
-    load: Loader,
-    ops: Ops,
-    target: Decoder,
-    kv: DenseKV,
-    context: int,
-    max_seqs: int,
-    ids: Tensor | None = None,
-) -> DFlash:
-    """Build the drafter of a checkpoint. kv: its K/V, with layers and heads as in its config. context: the target's.
-    ids: as many as the config says; None: those of the file."""
-    prefix, model = _prefix(load), draft.model
-    fc = load.linear({f"{prefix}fc": model.hidden_size}, len(draft.taps) * draft.target_hidden_size)
-    hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")
-    # A block may reach past the context's end by its masks. Their rows are never used but do look up their position.
-    ropes = RopeTables(context + draft.block_size, load.device)
-    layers, attention = [], []
-    for i, layer in enumerate(model.layers):
-        name = f"{prefix}layers.{i}"
-        attention.append(BlockAttention(layer.mixer, model, load, f"{name}.self_attn", ops, ropes))
-        norms = [load_norm(model, load, f"{name}.{norm}_layernorm") for norm in ("input", "post_attention")]
-        mlp = GatedMLP(layer.mlp, model, load, f"{name}.mlp", ops)
-        layers.append(DecoderLayer(norms[0], attention[-1], norms[1], mlp))
-    spec = model.attention[0]  # layers differ in their windows alone
-    names = [f"{prefix}layers.{i}.self_attn.{part}_proj" for i in range(model.num_layers) for part in "kv"]
-    context_kv = load.linear(dict.fromkeys(names, spec.kv_width), model.hidden_size, spec.bias)
-    ends = _ends(draft, load, prefix, target, ids)
-    load.finish()
-    return DFlash(draft, fc, hidden_norm, context_kv, layers, attention, ends, kv, max_seqs, ops)
 
 
 def _prefix(load: Loader) -> str:
@@ -215,6 +510,8 @@ def _prefix(load: Loader) -> str:
 def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder, ids: Tensor | None) -> Ends:
     """The checkpoint's own tables where it has them, else the target's. Of the target's head only the drafted rows are
     taken. ids: asked for in place of the file's."""
+    from sparkdraft.models.common.blocks import load_norm
+
     names, model = frozenset(load.source.names()), draft.model
 
     def own(name: str) -> str | None:  # tables and maps may be outside the prefix
@@ -251,8 +548,48 @@ def _target_ids(draft: DFlashConfig, load: Loader, name: str | None) -> Tensor |
         return None
     if name is None:
         raise UserError(f"{load.source.path}: tensor d2t is missing; a head of {count} ids among {vocab} needs it")
+    import torch
+
     offsets = load.integers(name, count).long()
     ids = offsets + torch.arange(count, device=offsets.device)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise UserError(f"{load.source.path}: {name} points outside the vocabulary of {vocab}; the file is damaged")
     return ids
+
+
+# ---- how it is found
+
+
+def like(num_layers: int, name: str, target: ModelConfig) -> DFlashConfig:
+    """The shape of this name: layers with the dimensions of the target's own; embedding and head are the target's."""
+    layer = target.layers[0]
+    attention, mlp = layer.mixer, layer.mlp
+    is_alike = all(each == layer for each in target.layers)
+    if not (is_alike and isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec)):
+        raise UserError(
+            f"drafter shape '{name}' copies the target's layers, which must be dense and all alike; this "
+            f"{target.model_type} model's are not: use the shape of a published drafter"
+        )
+    layer = LayerSpec(replace(attention, qk_norm=True, causal=False), mlp)
+    return DFlashConfig(
+        model=replace(target, model_type="qwen3", layers=(layer,) * num_layers, tie_embeddings=True),
+        taps=spread_taps(target.num_layers),
+        block_size=16,
+        mask_token_id=target.vocab_size - 1,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        num_target_layers=target.num_layers,
+    )
+
+
+def _read(config: Config, names: Collection[str], path: Path) -> DFlashConfig:
+    return DFlashConfig.read(config)
+
+
+KIND = DrafterKind(
+    "dflash",
+    recognises=lambda config: True,
+    read=_read,
+    asked_last=True,
+    shapes={name: partial(like, layers, name) for name, layers in (("dflash-5x", 5), ("dflash-3x", 3))},
+)

@@ -1,34 +1,264 @@
 """The MTP head of Qwen3-Next, Qwen3.5 and Qwen3.6: one more decoder layer, which predicts the id after the next.
 
-    row p     x = fc(norm(embedding of id p + 1) beside norm(hidden state of row p)), one layer with K/V of its own,
-              norm, the target's head: the id at p + 2
-    drafts    the first from the last committed row and the anchor; each next one from the head's own last state, after
-              its norm, and the id that was picked; one position further
+    position p    x = fc(norm(embedding of id p + 1) beside norm(hidden state of p)), one layer with K/V of its own,
+                  norm, the target's head: the id at p + 2
+    drafts        the first from the last committed token and the anchor; each next one from the head's own last state,
+                  after its norm, and the id that was picked; one position further
 
-The target's hidden states are those after its final norm. The head is a chain drafter (drafters/drafter.py): one
-pass per draft, always the same layer. Committed rows need no more than their K/V.
+The hidden states are those after the target's final norm. The head is a chain drafter (drafters/base.py): one pass per
+draft, always the same layer. Committed tokens need only K/V.
+
+A head is in the target's own file, and its dimensions follow from the target's config.json. Its layer is a decoder
+layer of the target's kind with full attention, whatever the target's layers are in that place. The names of its tensors
+say which tables are its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
-from sparkdraft.drafters.draft_head import rows_of_head
-from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
-from sparkdraft.drafters.mtp_config import MAX_DEPTH, MtpConfig, caps_of
+from sparkdraft.drafters.base import (
+    Anchors,
+    CommittedRows,
+    DraftBytes,
+    DrafterCaps,
+    DrafterKind,
+    InTarget,
+    Pick,
+    Shapes,
+)
+from sparkdraft.drafters.vocabulary import rows_of_head
 from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
-from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, load_norm
-from sparkdraft.models.common.experts import load_experts
-from sparkdraft.models.common.layers import ExpertsSpec
-from sparkdraft.models.common.rope import RopeTables
-from sparkdraft.weights.linear import ExpertLinear, Linear
-from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.models.common.config import FINAL, ModelConfig
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
+from sparkdraft.models.common.sizes import layer_matrices, model_sizes
+from sparkdraft.models.common.tensors import gated
+from sparkdraft.models.registry import read_config
+from sparkdraft.util.fields import listed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparkdraft.cache.formats.dense import DenseKV
+    from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer
+    from sparkdraft.weights.linear import Linear
+    from sparkdraft.weights.loader import Loader
+    from sparkdraft.weights.quant.stored import Stored
+
+MTP = "mtp"  # what a user calls it, and statistics too
+PREFIXES = ("mtp.", "model.mtp.")  # of its tensors; the second in files of a text model alone
+HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # model types whose head has these tensors
+MAX_DEPTH = 6  # drafts per step: the deepest that is reported to pay (drafters/pairs.json)
+EXPERTS = "mlp.experts"
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    model: ModelConfig  # the target's ends around the head's one layer
+    prefix: str = PREFIXES[0]
+    own_embedding: bool = False  # otherwise the target's, as is the next
+    own_head: bool = False
+    in_target: bool = True  # whether its tensors are in the file of the target that it drafts for
+    draft_vocab_size: int = 0  # ids that it drafts among, by rows of the head; 0: all
+
+    @property
+    def layer(self) -> LayerSpec:
+        return self.model.layers[0]
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return self.model.attention[0]
+
+    @property
+    def block_size(self) -> int:
+        """As a block drafter's: the anchor counts."""
+        return 1 + MAX_DEPTH
+
+    @staticmethod
+    def of(target: ModelConfig, names: Collection[str] = (), in_target: bool = True) -> MtpConfig:
+        """names: of the file's tensors, if they are known. Raises UserError."""
+        if target.model_type.removesuffix("_text") not in HEADS or not target.attention:
+            raise UserError(
+                f"A {target.model_type} model has no MTP head that is read: of model types, {', '.join(HEADS)} have "
+                "one; leave --drafter out."
+            )
+        experts = next((layer.mlp for layer in target.layers if isinstance(layer.mlp, ExpertsSpec)), None)
+        model = replace(target, layers=(LayerSpec(target.attention[0], experts or target.layers[0].mlp),))
+        prefix = next((p for p in PREFIXES if f"{p}fc.weight" in names), PREFIXES[0])
+        own_embedding, own_head = (f"{prefix}{table}.weight" in names for table in ("embed_tokens", "lm_head"))
+        return MtpConfig(model, prefix, own_embedding, own_head, in_target)
+
+    def check_fits(self, target: ModelConfig) -> None:
+        """Raises UserError if a head of another file was not made for a target of this shape."""
+        has, wants = ((each.hidden_size, each.vocab_size) for each in (self.model, target))
+        if has != wants:
+            raise UserError(
+                f"The MTP head does not fit the model: it has hidden size {has[0]} and {has[1]} ids, the model "
+                f"{wants[0]} and {wants[1]}; use the head of this model."
+            )
+
+    def check_names(self, names: Collection[str], path: Path) -> None:
+        """Raises UserError where tensors of the head are missing. The loader checks their shapes."""
+        without = "use the model's original file, or --drafter none"
+        if not has_head(names):
+            raise UserError(f"{path} has no MTP head (no tensors {PREFIXES[0]}*): {without}.")
+        layers = {name.split("layers.")[1].split(".")[0] for name in names if name.startswith(f"{self.prefix}layers.")}
+        if len(layers) > 1:
+            raise UserError(
+                f"The MTP head in {path} has {len(layers)} layers, and heads of one layer are read: {without}."
+            )
+        missing = [name for name in self.tensor_shapes() if not _has(name, names)]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise UserError(f"The MTP head in {path} is incomplete, {missing[0]} is missing{more}: {without}.")
+
+    def caps(self, names: Collection[str] = ()) -> DrafterCaps:
+        sizes, hidden = model_sizes(self.model), self.model.hidden_size
+        (layer,) = sizes.layers
+        vocab, number = self.model.vocab_size, self.draft_vocab_size
+        own_head = self.own_head or bool(number)
+        rows, table = (number or vocab) * hidden * own_head, self.own_embedding * vocab * hidden
+        joined = 2 * hidden * hidden
+        again = hidden * layer.kv  # keys and values a second time, as one matrix: committed rows need no more
+        own = joined + layer.held + again + rows + table
+        # Keys and values a second time are in no file, and rows of a head are made at load; a whole one is in the file
+        stored = joined + layer.held + table + self.own_head * vocab * hidden
+        return DrafterCaps(
+            name=MTP,
+            taps=(FINAL,),
+            max_depth=MAX_DEPTH,
+            kv=(self.attention,),
+            num_weights=own,
+            chain=True,
+            own_head=own_head,
+            num_read=joined + layer.active + rows,
+            num_in_target=stored if self.in_target else 0,
+            num_ids=number,
+            matrices=self._matrices(own_head),
+        )
+
+    def _matrices(self, own_head: bool) -> tuple[tuple[int, int], ...]:
+        """What can be quantised at load: not the router, nor queries, keys and values that are picked by row."""
+        hidden, groups = self.model.hidden_size, layer_matrices(self.layer, self.model.hidden_size)
+        made, out = groups["attention"]
+        inside = [each for name in ("mlp", "experts") for each in groups.get(name, ())]
+        rows = ((self.draft_vocab_size or self.model.vocab_size, hidden),) if own_head else ()
+        attention = (out,) if self.attention.gated else (made, out)
+        return (hidden, 2 * hidden), *attention, *inside, (2 * self.attention.kv_width, hidden), *rows
+
+    def tensor_shapes(self) -> Shapes:
+        """As published files have them: experts in one tensor."""
+        model, attention, mlp, hidden = self.model, self.attention, self.layer.mlp, self.model.hidden_size
+        sizes: Shapes = {"fc": (hidden, 2 * hidden)}
+        sizes |= dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (hidden,))
+        layer: Shapes = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
+        rows = {"q": 2 * attention.query_width, "k": attention.kv_width, "v": attention.kv_width}  # queries with gates
+        layer |= {f"self_attn.{part}_proj": (count, hidden) for part, count in rows.items()}
+        layer["self_attn.o_proj"] = (hidden, attention.query_width)
+        layer |= {f"self_attn.{part}_norm": (attention.head_dim,) for part in "qk"}
+        fused: Shapes = {}
+        if isinstance(mlp, DenseSpec):
+            layer |= gated("mlp", hidden, mlp.intermediate_size)
+        else:
+            count, inter = mlp.num_experts, mlp.intermediate_size
+            layer |= {"mlp.gate": (count, hidden), "mlp.shared_expert_gate": (1, hidden)}
+            layer |= gated("mlp.shared_expert", hidden, mlp.shared_size)
+            fused = {
+                f"{EXPERTS}.gate_up_proj": (count, 2 * inter, hidden),
+                f"{EXPERTS}.down_proj": (count, hidden, inter),
+            }
+        tables = {"embed_tokens": self.own_embedding, "lm_head": self.own_head}
+        sizes |= {name: (model.vocab_size, hidden) for name, is_own in tables.items() if is_own}
+        named = {f"{name}.weight": size for name, size in sizes.items()}
+        named |= {f"layers.0.{name}.weight": size for name, size in layer.items()}
+        named |= {f"layers.0.{name}": size for name, size in fused.items()}
+        return {f"{self.prefix}{name}": size for name, size in named.items()}
+
+    def among(self, number: int, names: Collection[str] = ()) -> MtpConfig:
+        return replace(self, draft_vocab_size=number if number < self.model.vocab_size else 0)
+
+    def build(
+        self,
+        load: Loader,
+        ops: Ops,
+        target: Decoder,
+        kv: DenseKV,
+        context: int,
+        max_seqs: int,
+        ids: Tensor | None = None,
+    ) -> MtpHead:
+        load.ignore(name for name in load.source.names() if not name.startswith(self.prefix))  # the target's
+        try:
+            head = self._build(load, ops, target, kv, context, max_seqs, ids)
+            load.finish()
+        except UserError as error:
+            raise UserError(f"The model's MTP head cannot be used, --drafter none goes without: {error}") from error
+        return head
+
+    def _build(
+        self,
+        load: Loader,
+        ops: Ops,
+        target: Decoder,
+        kv: DenseKV,
+        context: int,
+        max_seqs: int,
+        ids: Tensor | None,
+    ) -> MtpHead:
+        from sparkdraft.models.common.blocks import Attention, DecoderLayer, GatedMLP, load_norm
+        from sparkdraft.models.common.experts import load_experts
+        from sparkdraft.models.common.rope import RopeTables
+
+        model, prefix, layer = self.model, self.prefix, f"{self.prefix}layers.0"
+        hidden, spec = model.hidden_size, self.attention
+        embedding, own = target.embedding, None
+        if self.own_embedding:
+            embedding = load.embedding(f"{prefix}embed_tokens", model.vocab_size, hidden)
+        if self.own_head:
+            own = load.linear({f"{prefix}lm_head": model.vocab_size}, hidden, as_stored=ids is not None)
+        head = (own or target.head) if ids is None else rows_of_head(load, target, ids, own)
+        of_ids, of_hidden = (load_norm(model, load, f"{prefix}pre_fc_norm_{part}") for part in ("embedding", "hidden"))
+        join = Join(load.linear({f"{prefix}fc": hidden}, 2 * hidden), embedding, (of_ids, of_hidden), ops)
+        ropes = RopeTables(context + MAX_DEPTH, load.device)  # drafts may reach past the context's end
+        attention = Attention(spec, model, load, f"{layer}.self_attn", ops, ropes)
+        mlp = load_experts if isinstance(self.layer.mlp, ExpertsSpec) else GatedMLP
+        decoder = DecoderLayer(
+            load_norm(model, load, f"{layer}.input_layernorm"),
+            attention,
+            load_norm(model, load, f"{layer}.post_attention_layernorm"),
+            mlp(self.layer.mlp, model, load, f"{layer}.mlp", ops),
+        )
+        rows = {f"{layer}.self_attn.{part}_proj": spec.kv_width for part in "kv"}
+        context_kv, norm = load.linear(rows, hidden), load_norm(model, load, f"{prefix}norm")
+        return MtpHead(self, join, attention, decoder, context_kv, norm, head, kv, max_seqs, ops, ids)
+
+
+def is_target(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model which may hold a head, not that of a drafter made for one."""
+    kind = str(config.get("model_type", "")).removesuffix("_text")
+    drafts = any("Draft" in name or "Specul" in name for name in listed(config, "architectures", str) or ())
+    return kind in HEADS and not drafts and "dflash_config" not in config
+
+
+def has_head(names: Collection[str]) -> bool:
+    return any(name.startswith(PREFIXES) for name in names)
+
+
+def _has(name: str, names: Collection[str]) -> bool:
+    """Experts may be in one tensor, with '.weight' or without, or one by one; the loader checks that all are there."""
+    if name in names:
+        return True
+    before, experts, part = name.partition(f"{EXPERTS}.")
+    single = "gate" if part.startswith("gate") else "down"
+    return bool(experts) and (f"{name}.weight" in names or f"{before}{experts}0.{single}_proj.weight" in names)
+
+
+# ---- the drafter
 
 
 class MtpHead:
@@ -46,7 +276,9 @@ class MtpHead:
         ops: Ops,
         vocabulary: Tensor | None = None,  # int64: the id of each row of the head; None: the same ids
     ) -> None:
-        self.caps, self.config, self.kv, self.ops = caps_of(config), config, kv, ops
+        import torch
+
+        self.caps, self.config, self.kv, self.ops = config.caps(), config, kv, ops
         self.join, self.attention, self.layer, self.context_kv = join, attention, layer, context_kv
         self.norm, self.head, self.vocabulary = norm, head, vocabulary
         # What a pass reads and leaves for the next, always in the same place, so that a pass can be recorded.
@@ -62,6 +294,8 @@ class MtpHead:
         self.kv.layers[0].write(keys_values, self.attention.rope_args(rows.positions, num_heads=0), rows.slots)
 
     def propose(self, anchors: Anchors, depth: int, pick: Pick) -> Tensor:
+        import torch
+
         assert anchors.hidden is not None
         seqs, drafts = len(anchors.ids), []
         self._ids[:seqs] = anchors.ids
@@ -79,11 +313,15 @@ class MtpHead:
 
     @property
     def matrices(self) -> list[Linear]:
+        from sparkdraft.weights.linear import Linear
+
         inside = [m for m in self.layer.matrices if isinstance(m, Linear)]
         return [self.join.fc, self.context_kv, *inside, self.head]
 
     def reads(self, depth: int) -> DraftBytes:
         """Of experts, those that one row reaches."""
+        from sparkdraft.weights.linear import ExpertLinear
+
         spec, own = self.config.layer.mlp, self.join.fc.nbytes
         share = spec.top_k / spec.num_experts if isinstance(spec, ExpertsSpec) else 1
         parts = [part.nbytes * share if isinstance(part, ExpertLinear) else part.nbytes for part in self.layer.matrices]
@@ -92,6 +330,8 @@ class MtpHead:
 
     def _score(self, anchors: Anchors, seqs: int, likeliest: bool) -> Tensor:
         """One pass, over one row of each sequence; the row's state replaces the one that it began with."""
+        from sparkdraft.models.common.blocks import Step
+
         ops, ids, hidden = self.ops, self._ids[:seqs], self._hidden[:seqs]
         _, positions, slots, context = ops.make_rows(self._length[:seqs], anchors.tables, ids, 1, anchors.block_size, 0)
         view = AttentionView(self._starts[: seqs + 1], context, anchors.tables, 1, anchors.max_context)
@@ -99,7 +339,7 @@ class MtpHead:
         joined = Normed(self.join(ids, hidden), self.layer.input_norm)
         normed = self.layer.add_to(joined, step, self.kv.layers[0], self.norm)
         ops.store_aux(ops.rms_norm(normed.x, *self.norm), hidden, 0, positions)
-        out: Tensor = (ops.norm_argmax if likeliest else ops.norm_logits)(normed, self.head)
+        out = (ops.norm_argmax if likeliest else ops.norm_logits)(normed, self.head)
         return out
 
 
@@ -118,56 +358,29 @@ class Join:
         return joined
 
 
-def build(
-    config: MtpConfig,
-    load: Loader,
-    ops: Ops,
-    target: Decoder,
-    kv: DenseKV,
-    context: int,
-    max_seqs: int,
-    ids: Tensor | None = None,
-) -> MtpHead:
-    """Build the head of a checkpoint, whose other tensors are the target's. kv: of one layer. context: the target's.
-    ids: the only ones to be drafted."""
-    load.ignore(name for name in load.source.names() if not name.startswith(config.prefix))
-    try:
-        head = _build(config, load, ops, target, kv, context, max_seqs, ids)
-        load.finish()
-    except UserError as error:
-        raise UserError(f"The model's MTP head cannot be used, --drafter none goes without: {error}") from error
+# ---- how it is found
+
+
+def read(config: Mapping[str, Any], names: Collection[str], path: Path) -> MtpConfig:
+    """The head in another file of the target, such as the original of a fine-tune that lost its own."""
+    names = frozenset(names)
+    head = MtpConfig.of(read_config(config), names, in_target=False)
+    if names:
+        head.check_names(names, path)
     return head
 
 
-def _build(
-    config: MtpConfig,
-    load: Loader,
-    ops: Ops,
-    target: Decoder,
-    kv: DenseKV,
-    context: int,
-    max_seqs: int,
-    ids: Tensor | None,
-) -> MtpHead:
-    model, prefix, layer = config.model, config.prefix, f"{config.prefix}layers.0"
-    hidden, spec = model.hidden_size, config.attention
-    embedding, own = target.embedding, None
-    if config.own_embedding:
-        embedding = load.embedding(f"{prefix}embed_tokens", model.vocab_size, hidden)
-    if config.own_head:
-        own = load.linear({f"{prefix}lm_head": model.vocab_size}, hidden, as_stored=ids is not None)
-    head = (own or target.head) if ids is None else rows_of_head(load, target, ids, own)
-    of_ids, of_hidden = (load_norm(model, load, f"{prefix}pre_fc_norm_{part}") for part in ("embedding", "hidden"))
-    join = Join(load.linear({f"{prefix}fc": hidden}, 2 * hidden), embedding, (of_ids, of_hidden), ops)
-    ropes = RopeTables(context + MAX_DEPTH, load.device)  # drafts may reach past the context's end
-    attention = Attention(spec, model, load, f"{layer}.self_attn", ops, ropes)
-    mlp = load_experts if isinstance(config.layer.mlp, ExpertsSpec) else GatedMLP
-    decoder = DecoderLayer(
-        load_norm(model, load, f"{layer}.input_layernorm"),
-        attention,
-        load_norm(model, load, f"{layer}.post_attention_layernorm"),
-        mlp(config.layer.mlp, model, load, f"{layer}.mlp", ops),
-    )
-    rows = {f"{layer}.self_attn.{part}_proj": spec.kv_width for part in "kv"}
-    context_kv, norm = load.linear(rows, hidden), load_norm(model, load, f"{prefix}norm")
-    return MtpHead(config, join, attention, decoder, context_kv, norm, head, kv, max_seqs, ops, ids)
+def read_in_target(target: ModelConfig, names: Collection[str], path: Path) -> MtpConfig:
+    names = frozenset(names)
+    head = MtpConfig.of(target, names)
+    head.check_names(names, path)
+    return head
+
+
+KIND = DrafterKind(
+    MTP,
+    recognises=is_target,
+    read=read,
+    in_target=InTarget("MTP head", HEADS, has_head, read_in_target),
+    shapes={MTP: partial(MtpConfig.of, in_target=False)},
+)

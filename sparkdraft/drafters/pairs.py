@@ -1,8 +1,8 @@
-"""Targets and the drafters that are published for them: a table (pairs.json), and what of it fits a model at hand.
+"""Targets and the drafters that are published for them: the table pairs.json, and which entry fits a model.
 
-Others' figures are given with their source; "tokens" are tokens per step. A model is found in the table by its name and
-shape. A fine-tune or a quantised re-upload has another name; it is found by its shape, and the user is told, because
-a drafter made for other weights may be accepted less. A name alone never decides. No torch.
+Figures are those that others report, with their source; "tokens" are tokens per step. A model is found in the table by
+its name and shape. A fine-tune or a quantised re-upload has another name; it is found by its shape, and the user is
+told, because a drafter made for other weights may be accepted less. A name alone never decides. No torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sparkdraft.core import UserError
+from sparkdraft.drafters.base import kinds
 from sparkdraft.models.common.config import ModelConfig
 
 TABLE = Path(__file__).with_name("pairs.json")
-READ = ("dflash", "mtp", "assistant")  # the kinds that drafters/registry.py opens, the one that is preferred first
-KINDS = {
+KINDS = {  # of published drafters, the one that is preferred first
     "dflash": "DFlash",
     "dflash2": "DFlash2",
     "dspark": "DSpark",
     "mtp": "an MTP head in the model's own file",
     "assistant": "a Gemma 4 assistant",
 }
+ORDER = list(KINDS)
 THINKING = {"on": "trained with thinking", "off": "trained without thinking", "any": ""}
 ENDINGS = ("-instruct", "-it")  # of names, which re-uploads leave out
 
@@ -46,7 +47,7 @@ class KnownDrafter:
 
     @property
     def is_read(self) -> bool:
-        return self.kind in READ
+        return self.kind in kinds()
 
     @property
     def mean_tokens(self) -> float:
@@ -54,7 +55,7 @@ class KnownDrafter:
 
     @property
     def promise(self) -> str:
-        """What it is reported to bring, in words."""
+        """Its reported tokens per step, in words."""
         if not self.tokens:
             return "no acceptance is reported"
         return f"{' / '.join(f'{t:g}' for t in self.tokens)} tokens per step ({self.source})"
@@ -77,7 +78,7 @@ class KnownTarget:
 
     @property
     def short(self) -> str:
-        """The part of its name that re-uploads keep, in small letters."""
+        """The part of its name that re-uploads keep, in lower case."""
         name = self.name.split("/")[-1].lower()
         return next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
 
@@ -88,11 +89,11 @@ class KnownTarget:
     @property
     def readable(self) -> list[KnownDrafter]:
         """The drafters that can be run, the preferred kind first, and of one kind the one with the best figures."""
-        return sorted((d for d in self.drafters if d.is_read), key=lambda d: (READ.index(d.kind), -d.mean_tokens))
+        return sorted((d for d in self.drafters if d.is_read), key=lambda d: (ORDER.index(d.kind), -d.mean_tokens))
 
     @property
     def published(self) -> list[KnownDrafter]:
-        """Those that can be fetched by themselves."""
+        """Those with a repository of their own."""
         return [drafter for drafter in self.readable if drafter.repo]
 
 
@@ -128,7 +129,7 @@ def match(name: str, config: ModelConfig) -> Match | None:
 
 
 def alike(config: ModelConfig) -> list[KnownTarget]:
-    """All targets of this shape: where there are several and the name says nothing, the user must choose."""
+    """All targets of this shape. If there are several and the name says nothing, the user must choose."""
     return [target for target in targets() if target.has_shape(config)]
 
 
@@ -150,10 +151,10 @@ def check_pair(repo: str, config: ModelConfig) -> None:
 
 
 def _instead(target: KnownTarget) -> str:
-    """A kind without a repository is called by its name."""
+    """What to use instead: a repository, or a name such as mtp for a drafter without one."""
     return target.readable[0].repo or f"--drafter {target.readable[0].kind}" if target.readable else "--drafter none"
 
 
 def _family(model_type: str) -> str:
-    """A text model alone has the same layers as the model that holds it beside others."""
+    """A text model has the same layers alone as inside a multimodal model."""
     return model_type.removesuffix("_text")

@@ -16,13 +16,11 @@ from sparkdraft import kernels
 from sparkdraft.cache.formats import kv_format
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import Fallback, UserError
-from sparkdraft.drafters import registry
-from sparkdraft.drafters.auto import Choice, choose
-from sparkdraft.drafters.drafter import Drafter, ReadsTarget
-from sparkdraft.drafters.id_files import IdCounts
-from sparkdraft.drafters.mtp_config import MTP
+from sparkdraft.drafters import find
+from sparkdraft.drafters.base import Drafter, ReadsTarget
+from sparkdraft.drafters.find import Choice, DraftSource
 from sparkdraft.drafters.pairs import check_pair
-from sparkdraft.drafters.registry import DraftSource
+from sparkdraft.drafters.vocabulary import IdCounts
 from sparkdraft.engine.caches import dense_cache, scratch_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -43,7 +41,7 @@ from sparkdraft.weights.quantised_cache import open_cache
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def find_drafter(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> Choice:
+def find_drafter(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> Choice[DraftSource]:
     """The drafter that a config means, or None. A drafter that was named and does not fit is refused. checkpoint: the
     target's, which may hold one."""
     found = _find(config, target, checkpoint)
@@ -56,15 +54,15 @@ def find_drafter(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoi
     return found
 
 
-def _find(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> Choice:
+def _find(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> Choice[DraftSource]:
     if config.spec == "off" or config.drafter == "none":
         return Choice(None, [])
     if config.drafter == "auto":
-        return choose(config.model, target, checkpoint)
-    if config.drafter == MTP:
-        return Choice(registry.find_head(checkpoint, target), [])
+        return find.choose(config.model, target, checkpoint)
+    if held := find.in_target(config.drafter):
+        return Choice(find.find_in_target(held, checkpoint, target), [])
     check_pair(config.drafter, target)
-    return Choice(registry.find_drafter(config.drafter, target), [])
+    return Choice(find.find_drafter(config.drafter, target), [])
 
 
 def build_engine(

@@ -17,10 +17,9 @@ from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Wor
 from sparkdraft.drafters.ngram import NGRAM_DEPTH, NgramIndex
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
-from sparkdraft.speculation.depth import DepthController, bucket_of, depth_choices
-from sparkdraft.speculation.depth_state import Bucket, DepthState
+from sparkdraft.speculation.costs import Reads
+from sparkdraft.speculation.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
 from sparkdraft.speculation.stats import SpecStats
-from sparkdraft.speculation.step_costs import Reads
 
 # The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False). The latter is the
 # embedded drafter's mean over all classes of prompts (docs/numbers/drafting.md). A request that starts by drafting and

@@ -2,7 +2,7 @@
 
 Steps are told apart by their number of requests, rows and context. What a kind of step takes is learnt from the fastest
 of them and is never raised, so that a machine that has become slow does not pass for a usual one. (The costs in
-speculation/step_costs.py follow the machine within some fifty steps, because depths are chosen by what steps cost now.)
+speculation/costs.py follow the machine within some fifty steps, because depths are chosen by what steps cost now.)
 
 Other programs' load makes steps longer too, and is not what is looked for. So steps are judged in batches, and a batch
 is dropped if a thread of this process waited for a core through much of it, which the kernel counts.

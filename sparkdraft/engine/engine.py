@@ -20,7 +20,7 @@ from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.groups import CacheGroup
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, Fallback, FinishReason, Request, SamplingParams, StepOutput, UserError
-from sparkdraft.drafters.id_files import IdCounts
+from sparkdraft.drafters.vocabulary import IdCounts
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.drift import StepDrift

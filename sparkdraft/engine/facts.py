@@ -15,7 +15,7 @@ import torch
 
 from sparkdraft.cache.formats import kv_format
 from sparkdraft.core import Fact
-from sparkdraft.drafters.drafter import Drafter
+from sparkdraft.drafters.base import Drafter
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels.ops import ExpertShapes, KernelShapes, all_tiles
 from sparkdraft.models.common.blocks import Decoder

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sparkdraft.drafters.drafter import Anchors, CommittedRows, Score
+from sparkdraft.drafters.base import Anchors, CommittedRows, Score
 from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner

@@ -14,9 +14,9 @@ from sparkdraft.cache.formats import CALIBRATION, kv_format
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.defaults import usable_defaults
-from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.base import DrafterCaps
+from sparkdraft.drafters.find import DraftSource
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
-from sparkdraft.drafters.registry import DraftSource
 from sparkdraft.engine.accept import NotFinite, blamed
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.drafting import check_depths
@@ -28,7 +28,7 @@ from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.nested import unread_names
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.resolve import model_bytes
-from sparkdraft.plan.weight_formats import quantised_at_load
+from sparkdraft.plan.weight_formats import drafter_at_load, quantised_at_load
 from sparkdraft.text.chat import fault_of
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
@@ -60,7 +60,7 @@ class Opened:
 
     @property
     def caps(self) -> DrafterCaps | None:
-        return self.drafter.caps if self.drafter else None
+        return drafter_at_load(self.drafter.caps, self.drafter.weights) if self.drafter else None
 
 
 def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Opened:
@@ -68,7 +68,7 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
     drafter does not reach, before any weight is read."""
     checkpoint = checkpoint or open_checkpoint(config.model)
     model = read_config(checkpoint.config)
-    drafter, chosen = find_drafter(config, model, checkpoint)
+    drafter, chosen, _ = find_drafter(config, model, checkpoint)
     drafts_by = drafter.caps.name if drafter else ""
     subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes(), drafts_by)
     most = drafter.caps.max_depth if drafter else NGRAM_DEPTH

@@ -13,7 +13,7 @@ import torch
 from sparkdraft.cache.formats import kv_format
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware

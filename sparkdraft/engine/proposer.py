@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, Work
-from sparkdraft.drafters.drafter import Anchors, CommittedRows, Drafter, Score
+from sparkdraft.drafters.base import Anchors, CommittedRows, Drafter, Score
 from sparkdraft.engine.graphs import Graphs
 from sparkdraft.engine.runner import IntArray, Rows, Runner, StepInputs
 from sparkdraft.engine.sampler import Draws, pick, pick_sure

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import RopeSpec
 from sparkdraft.models.common.sizes import model_sizes

@@ -18,7 +18,7 @@ from sparkdraft.cache.states import StatePlan, fewer_requests, plan_states
 from sparkdraft.cache.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fallback, UserError
-from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token

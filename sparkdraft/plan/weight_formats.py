@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import RecurrentSpec
 from sparkdraft.models.common.sizes import Matrices, count, layer_matrices

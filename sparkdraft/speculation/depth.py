@@ -5,8 +5,8 @@ the controller learns the p's (for each request, leaning on what all requests sh
 context), and takes the depths whose quotient is largest, which may be 0. It runs nothing and knows no tensors: the
 engine drafts and verifies, says what was accepted and how long the step took.
 
-Where the drafter says how sure it is of each draft (speculation/confidence.py), a block is cut before it is verified
-(speculation/cut.py). Its depth is then chosen by what cut blocks bring and cost.
+Where the drafter says how sure it is of each draft, a block is cut before it is verified (speculation/cut.py). Its
+depth is then chosen by what cut blocks bring and cost.
 
 In a batch the drafts of all requests are verified together, and what one request's drafts add depends on how many the
 others have (Price.beside). So several answers to that are tried, and the one at which the whole batch is expected to
@@ -24,14 +24,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sparkdraft.kernels.ops import MOST_SURE
-from sparkdraft.speculation.best_depths import Offer, best_depths, conditional_acceptance, expected_tokens
-from sparkdraft.speculation.confidence import Confidence
-from sparkdraft.speculation.cut import OWN, USUAL, Profile, best_cuts, survivals
-from sparkdraft.speculation.depth_state import FIRST_WAIT, NOT_MIXED, TRUST, Block, Bucket, DepthState, Mixed
-from sparkdraft.speculation.step_costs import Price, Reads, StepCosts, for_batch, start_curve
+from sparkdraft.speculation.costs import (
+    Offer,
+    Price,
+    Reads,
+    StepCosts,
+    best_depths,
+    conditional_acceptance,
+    expected_tokens,
+    for_batch,
+    start_curve,
+)
+from sparkdraft.speculation.cut import OWN, USUAL, Confidence, Profile, best_cuts, survivals
 
+TRUST = 6.0  # how many observations the shared prior is worth to a new request
+FIRST_WAIT = 16  # tokens between parking and the first probe
 MEMORY = 0.985  # what a step leaves of older steps' counts: about 65 steps are remembered
 RECENT = 0.7  # what a request leaves of older requests' counts: text is most like the text before it
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
@@ -45,6 +56,95 @@ PLAIN_FIRST = 2  # plain steps that are timed in a bucket before anything drafts
 # The slope and base that a fit of gaps begins with: of greedy text, and of sampled text.
 FIRST_FIT = {False: (0.78, -0.25), True: (0.57, -0.96)}
 DOUBT = 4.0  # drafts as promised that a request is taken to have had before its first
+
+Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 256 tokens
+
+
+def depth_choices(
+    max_depth: int, fixed: int | None = None, chosen: Sequence[int] | None = None, chain: bool = False
+) -> list[int]:
+    """The depths that steps run at: chosen from, recorded and measured at start. Any other is rounded up to one.
+
+    They double up to max_depth: those between would gain 0.3 % over the built-in prompts, and the first steps of a new
+    depth cost as much as five later ones. 'fixed' is a depth that the user asked for by name, 'chosen' are those to
+    choose from instead. A chain drafter pays a pass for each draft and drafts a few ids at most, so there every depth
+    is one.
+    """
+    if chain and not chosen:
+        return list(range(max_depth + 1))
+    doubling = [d for d in (0, 1, 3, 7, 15, 31) if d < max_depth]
+    return sorted({0, *(chosen or doubling), max_depth, fixed or 0})
+
+
+def bucket_of(num_seqs: int, context: int) -> Bucket:
+    return (num_seqs - 1).bit_length(), (max(context - 1, 0) // 256).bit_length() + 1 >> 1
+
+
+class Mixed(NamedTuple):
+    """A step whose requests drafted to different depths."""
+
+    deepest: int
+    num: int  # requests
+    alike: int  # the depth at which all of them alike would cost about as much
+    share: float  # the time of this step over that one's
+
+
+NOT_MIXED = Mixed(0, 0, 0, 1.0)
+
+
+@dataclass(slots=True)
+class Block:
+    """A block of drafts on its way: how sure the drafter is of each, as gaps and as chances."""
+
+    gaps: Sequence[float]
+    drawn: bool
+    chances: list[float]
+
+
+@dataclass(slots=True)
+class DepthState:
+    """What one request has shown; the controller alone writes it."""
+
+    taken: list[float]  # by position: decayed count of drafts accepted
+    tried: list[float]  # by position: decayed count of drafts that were compared at all
+    trust: float = TRUST
+    surprise: float = 0.0  # decayed sum of accepted minus expected, and its variance
+    variance: float = 0.0
+    tokens: list[float] = field(default_factory=list)  # expected tokens by depth; empty when an observation came since
+    parked: Bucket | None = None  # the bucket it was parked in; in another the question is asked again
+    waited: int = 0  # plain tokens since it was parked or probed last
+    wait: int = FIRST_WAIT
+    probe: int = 0  # depth of the probe that must follow a probe that went well
+    price: float = 0.0  # of the probe under way, in tokens that plain steps would have written meanwhile
+    spent: float = 0.0  # on this run of probes, less what they brought
+    block: Block | None = None  # the block that is being verified, if its gaps are known
+    profiles: dict[int, Profile] = field(default_factory=dict)  # of its blocks so far, by what others have
+    promised: float = 0.0  # decayed sum of the chances of drafts that were compared, and of those accepted
+    held: float = 0.0
+
+    def rests(self, bucket: Bucket) -> bool:
+        """Parked, and nothing to decide; costs are still learnt while it rests, so it looks again now and then."""
+        return self.parked == bucket and not self.probe and self.waited < self.wait and self.waited % FIRST_WAIT != 0
+
+    def profile(self, level: int) -> Profile | None:
+        """Of its blocks beside others that have 'level' drafts each, or as near to that as it has any."""
+        nearest = min(self.profiles, key=lambda known: abs(known - level), default=None)
+        return None if nearest is None else self.profiles[nearest]
+
+    def forget(self) -> None:
+        """The text has changed: what was learnt, and what other requests showed, counts as one observation each."""
+        keep = 1 / max(self.tried[0], 1.0)
+        self.taken = [n * keep for n in self.taken]
+        self.tried = [n * keep for n in self.tried]
+        self.trust, self.surprise, self.variance = 1.0, 0.0, 0.0
+        self.promised = self.held = 0.0
+        for profile in self.profiles.values():
+            profile.forget()
+
+
+def _fair(state: DepthState) -> float:
+    """What multiplies a request's chances: its drafts have kept more or less than was promised."""
+    return min((state.held + DOUBT) / (state.promised + DOUBT), 1.1)
 
 
 class DepthController:
@@ -125,9 +225,8 @@ class DepthController:
         return whole if state.parked is not None else best_cuts(survival, self._worth(self._level), [whole])[0][1]
 
     def cut_terms(self, states: Sequence[DepthState | None]) -> list[float]:
-        """What the device needs to cut blocks by itself (kernels/reference/stepping.py, CutTerms): the worth of rows,
-        two fits,
-        and a number for each lane; None: a lane that is not cut."""
+        """The numbers by which the device cuts blocks by itself (kernels/reference/stepping.py, CutTerms): the cost of
+        drafts in tokens, two fits, and a number for each lane. A state that is None is a lane that is not cut."""
         fair = [-1.0 if state is None or state.parked is not None else _fair(state) for state in states]
         fits = [number for fit in self.fits.values() for number in (fit.slope, fit.base, *fit.own)]
         return [*(self._worth(self._level) if max(fair) > 0 else [0.0] * (self.max_depth + 1)), *fits, *fair]
@@ -341,28 +440,3 @@ class DepthController:
         state.variance = FADE**2 * state.variance + variance
         if state.surprise**2 > SURPRISE * (state.variance + 0.5):  # the half: one refusal of a sure thing is no change
             state.forget()
-
-
-def _fair(state: DepthState) -> float:
-    """What multiplies a request's chances: its drafts have kept more or less than was promised."""
-    return min((state.held + DOUBT) / (state.promised + DOUBT), 1.1)
-
-
-def depth_choices(
-    max_depth: int, fixed: int | None = None, chosen: Sequence[int] | None = None, chain: bool = False
-) -> list[int]:
-    """The depths that steps run at: chosen from, recorded and measured at start. Any other is rounded up to one.
-
-    They double up to max_depth: those between would gain 0.3 % over the built-in prompts, and the first steps of a new
-    depth cost as much as five later ones. 'fixed' is a depth that the user asked for by name, 'chosen' are those to
-    choose from instead. A chain drafter pays a pass for each draft and drafts a few ids at most, so there every depth
-    is one.
-    """
-    if chain and not chosen:
-        return list(range(max_depth + 1))
-    doubling = [d for d in (0, 1, 3, 7, 15, 31) if d < max_depth]
-    return sorted({0, *(chosen or doubling), max_depth, fixed or 0})
-
-
-def bucket_of(num_seqs: int, context: int) -> Bucket:
-    return (num_seqs - 1).bit_length(), (max(context - 1, 0) // 256).bit_length() + 1 >> 1

@@ -8,7 +8,7 @@ come from the memory-mapped corpus one by one; tensors are made here, on the CPU
     anchors              ^  ^           ^  ^              ^              ^        A of them, sorted
     a block    [anchor, mask, mask, ...] at the anchor's position, W rows; its labels are the answer's ids after it
 
-A drafter that is shown the first and the last rows of a context only (drafters/caps.py) has its context laid out
+A drafter that is shown the first and the last rows of a context only (drafters/base.py) has its context laid out
 anew: a
 long document is divided into chunks of anchors, and each chunk gets a copy of the rows that its blocks see. So what a
 block sees is always one stretch, and the work of attention does not grow with the lengths of documents. A block sees up
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters.caps import SeenContext
+from sparkdraft.drafters.base import SeenContext
 from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.memory import CHUNKS, LAID_OUT
 

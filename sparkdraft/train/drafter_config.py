@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig, check_fits, spread_taps
-from sparkdraft.drafters.registry import open_drafter
+from sparkdraft.drafters.dflash import SINK_KEY, WINDOW_KEY, DFlashConfig, spread_taps
+from sparkdraft.drafters.find import open_drafter
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.settings import FitSettings
@@ -92,7 +92,7 @@ def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
     if "lm_head.weight" not in held.names():
         config.pop("draft_vocab_size", None)  # the ids that it drafts among are chosen at export
     draft = DFlashConfig.read(config)
-    check_fits(draft, target)
+    draft.check_fits(target)
     _trainable(draft, config, settings)
     layers: dict[str, Any] = {"num_hidden_layers": settings.layers, "max_window_layers": settings.layers}
     layers["layer_types"] = ["full_attention"] * settings.layers

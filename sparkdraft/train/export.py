@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig
+from sparkdraft.drafters.dflash import SINK_KEY, WINDOW_KEY, DFlashConfig
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.compressed_tensors import INT8_GROUPS, SCALE
 from sparkdraft.weights.quant.stored import GROUP, GroupQuant, as_float

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.engine.machine import detect
 from sparkdraft.models.registry import read_config
 from sparkdraft.train.batches import Batches, TrainBatch

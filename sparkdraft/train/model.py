@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.rope import rope_table
 from sparkdraft.train.batches import TrainBatch

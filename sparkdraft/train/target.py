@@ -16,7 +16,7 @@ from torch import Tensor
 from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.config import EngineConfig
-from sparkdraft.drafters.dflash_config import DFlashConfig, check_fits
+from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.engine.machine import detect
 from sparkdraft.kernels.ops import AttentionView, Ops
 from sparkdraft.models.common.blocks import Decoder, Step
@@ -82,7 +82,7 @@ def head_rows(name: str, ids: Tensor, draft: DFlashConfig) -> Tensor:
     """Read the rows [ids, hidden] of the output head of a drafter's target as floats, and nothing else of it."""
     checkpoint = open_checkpoint(name)
     config = read_config(checkpoint.config)
-    check_fits(draft, config)
+    draft.check_fits(config)
     table = checkpoint.read("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
     rows = take_rows(table, ids)
     return rows if isinstance(rows, Tensor) else rows.dequantize()

@@ -6,7 +6,7 @@ import pytest
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Plan, resolve
 from tests.operate.forecast.described import DESCRIBED

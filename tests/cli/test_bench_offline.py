@@ -16,7 +16,7 @@ import torch
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
-from sparkdraft.drafters.registry import DFlashKind, DraftSource
+from sparkdraft.drafters.find import DraftSource
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.machine import plan_here
 from sparkdraft.engine.overlap import OverlappedSteps
@@ -35,12 +35,11 @@ from sparkdraft.operate.bench.profile import (
     timed_parts,
 )
 from sparkdraft.operate.bench.random_model import FORMS
-from sparkdraft.operate.bench.shapes import drafter_tensor_shapes
 from sparkdraft.operate.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, VariedAcceptance, spans
 from sparkdraft.operate.forecast import rates
-from sparkdraft.speculation.confidence import Confidence
+from sparkdraft.speculation.costs import Price
+from sparkdraft.speculation.cut import Confidence
 from sparkdraft.speculation.depth import FIRST_FIT
-from sparkdraft.speculation.step_costs import Price
 from sparkdraft.weights.planes import pack
 from sparkdraft.weights.quant.stored import Coded
 from tests.cli.said import said
@@ -73,7 +72,7 @@ def offline(capsys: pytest.CaptureFixture[str]) -> Run:
 def toy_bench(acceptance: Acceptance | None, overlaps: bool = False, spec: str = "15") -> Bench:
     config = EngineConfig(device="cpu", dtype="float32", threads=1, spec=spec, ngram=False, kv_tokens=2048, max_seqs=2)
     draft = random_model.drafter_shape("dflash-3x", TOY)
-    source = DraftSource(DFlashKind(), draft, random_model.RandomCheckpoint(draft, "cpu"))
+    source = DraftSource(draft, random_model.RandomCheckpoint(draft.tensor_shapes(), "cpu"))
     target = random_model.RandomCheckpoint(TOY, "cpu")
     plan = plan_here(config, TOY, source.caps)
     engine = build_engine(plan, config, TOY, target, random_model.SilentTokenizer(), source)
@@ -195,7 +194,7 @@ def test_drafter_shapes_are_those_of_the_published_drafters() -> None:
     draft = random_model.drafter_shape("dflash-5x", random_model.SHAPES["qwen3-8b"])
     assert draft.taps == (1, 9, 17, 25, 33) and draft.block_size == 16 and draft.model.num_layers == 5
     assert [(spec.window, spec.causal) for spec in draft.model.attention] == [(0, False)] * 5
-    own = sum(int(np.prod(size)) for size in drafter_tensor_shapes(draft).values())
+    own = sum(int(np.prod(size)) for size in draft.tensor_shapes().values())
     assert 2 * own / 1e9 == pytest.approx(2.10, abs=0.02)  # gigabytes of z-lab's Qwen3-8B-DFlash in bfloat16
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkdraft.cli.main import main
-from sparkdraft.drafters.mtp_config import MtpConfig, caps_of
+from sparkdraft.drafters.mtp import MtpConfig
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.operate.bench import random_model
 from sparkdraft.operate.forecast import rates
@@ -71,7 +71,7 @@ def test_a_shape_runs_with_an_mtp_head(name: str, capsys: pytest.CaptureFixture[
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = found["rows"]
     assert row["length"] == pytest.approx(2.5, rel=0.1) and row["rows"] == 8 and found["drafter"] == "mtp"
-    head = caps_of(MtpConfig.of(random_model.shape(name)))
+    head = MtpConfig.of(random_model.shape(name)).caps()
     assert row["floor_gb"]["drafter"] == pytest.approx(3 * 4 * (head.num_read + 256 * 64) / 1e9, abs=1e-4)
 
 

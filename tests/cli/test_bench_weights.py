@@ -13,7 +13,7 @@ import torch
 
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
-from sparkdraft.drafters.packaged import default_drafter
+from sparkdraft.drafters.find import default_drafter
 from sparkdraft.llm import LLM
 from sparkdraft.operate.bench.formats import KINDS, FloatCheckpoint, format_bytes, parse_weight_formats
 from sparkdraft.operate.forecast import rates

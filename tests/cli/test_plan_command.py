@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.cli.main import main
-from sparkdraft.drafters.mtp_config import MtpConfig, tensor_shapes
-from sparkdraft.drafters.packaged import default_drafter
+from sparkdraft.drafters.find import default_drafter
+from sparkdraft.drafters.mtp import MtpConfig
 from sparkdraft.models.registry import read_config
 from sparkdraft.operate.bench.shapes import TARGET_FILES
 from tests.patience import PATIENT
@@ -59,7 +59,7 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
 
 def test_a_head_in_the_models_file_drafts_as_in_service_without_torch(tmp_path: Path) -> None:
     config = TARGET_FILES["qwen3.5-27b"]
-    head = json.dumps(dict.fromkeys(tensor_shapes(MtpConfig.of(read_config(config))))).encode()
+    head = json.dumps(dict.fromkeys(MtpConfig.of(read_config(config)).tensor_shapes())).encode()
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
     command = [sys.executable, "-c", WITHOUT_TORCH, *GB10, str(tmp_path), "--weights", "fp8", "--json"]

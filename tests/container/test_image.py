@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from sparkdraft.drafters.packaged import default_drafter
+from sparkdraft.drafters.find import default_drafter
 from tests.container.built import Container, Image, remove, unavailable
 from tests.container.test_container_files import SEEDS
 from tests.patience import PATIENT

@@ -6,6 +6,7 @@ place, or is not held any more, shows in the logits.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.drafters import assistant, assistant_config
-from sparkdraft.drafters.assistant_config import AssistantConfig, source_layers
-from sparkdraft.drafters.caps import DrafterCaps
-from sparkdraft.drafters.registry import AssistantKind
+from sparkdraft.drafters import assistant
+from sparkdraft.drafters import assistant as assistant_config
+from sparkdraft.drafters.assistant import AssistantConfig
+from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.registry import read_config
 from sparkdraft.weights.checkpoint import open_checkpoint
@@ -136,10 +137,12 @@ def test_pages_that_only_the_drafter_reads_must_be_held(
 ) -> None:
     """A target lets a page go when its next row does not read it; the assistant looks back two positions further."""
 
-    def caps(draft: AssistantConfig) -> DrafterCaps:
-        return replace(assistant_config.caps_of(draft), reads_back=reads_back)
+    own = AssistantConfig.caps
 
-    monkeypatch.setattr(AssistantKind, "caps", staticmethod(caps))
+    def caps(draft: AssistantConfig, names: Collection[str] = ()) -> DrafterCaps:
+        return replace(own(draft), reads_back=reads_back)
+
+    monkeypatch.setattr(AssistantConfig, "caps", caps)
     llm = load(target, plain_head)
     (held,), group = llm.engine.scheduler.groups.parts, llm.engine.runner.kv.windows[8]
     release = held.pages.release
@@ -162,7 +165,7 @@ def test_it_reads_the_last_layer_of_each_type(target: Path, plain_head: Path) ->
     config = read_config(open_checkpoint(str(target)).config)
     draft = AssistantConfig.read(open_checkpoint(str(plain_head)).config)
     sliding, full = SOURCES.values()
-    assert source_layers(draft, config) == (sliding, sliding, full)
+    assert draft.source_layers(config) == (sliding, sliding, full)
 
 
 def test_nothing_of_a_draft_is_written(target: Path, plain_head: Path) -> None:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.drafters import auto, choice, pairs, registry
-from sparkdraft.drafters.assistant_config import AssistantConfig, borrowing, caps_of, check_fits
-from sparkdraft.drafters.registry import find_drafter
+from sparkdraft.drafters import find, pairs
+from sparkdraft.drafters.assistant import AssistantConfig
+from sparkdraft.drafters.find import find_drafter
 from sparkdraft.models.common.config import FINAL, ModelConfig
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.hardware import Hardware
@@ -56,15 +56,15 @@ def target() -> ModelConfig:
 
 def test_the_published_pair_fits(target: ModelConfig) -> None:
     draft = AssistantConfig.read(published())
-    check_fits(draft, target)
-    specs = borrowing(draft, target)
+    draft.check_fits(target)
+    specs = draft.borrowing(target)
     assert [spec.kv_from for spec in specs] == [58, 58, 58, 59]
     assert [spec.window for spec in specs] == [1025, 1025, 1025, 0]
     assert [spec.head_dim for spec in specs] == [256, 256, 256, 512]
 
 
 def test_the_plan_counts_its_bytes_and_the_pages_it_reads(target: ModelConfig) -> None:
-    caps = caps_of(AssistantConfig.read(published()))
+    caps = AssistantConfig.read(published()).caps()
     joins, head = 3 * 5376 * 1024, 262144 * 1024
     queries, mlp = 3 * 8192 + 16384, 3 * 8192
     assert caps.num_weights == joins + head + 1024 * (2 * queries + 4 * mlp)
@@ -80,7 +80,7 @@ def test_the_plan_counts_its_bytes_and_the_pages_it_reads(target: ModelConfig) -
 def test_an_ordered_head_is_read() -> None:
     draft = AssistantConfig.read(published(**{**CLUSTERS, "num_centroids": 2048, "centroid_intermediate_top_k": 32}))
     assert (draft.num_clusters, draft.top_clusters) == (2048, 32)
-    assert caps_of(draft).num_weights - caps_of(AssistantConfig.read(published())).num_weights == 2048 * 1024
+    assert draft.caps().num_weights - AssistantConfig.read(published()).caps().num_weights == 2048 * 1024
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_ordered_head_is_read() -> None:
 )
 def test_a_pair_that_does_not_fit_is_refused(target: ModelConfig, config: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=r"does not fit the model: .*; use the drafter that was trained for") as error:
-        check_fits(AssistantConfig.read(config), target)
+        AssistantConfig.read(config).check_fits(target)
     assert words in str(error.value) and str(error.value).count(". ") == 0
 
 
@@ -107,7 +107,7 @@ def test_a_target_of_another_kind_has_no_layers_for_it() -> None:
     other = {"model_type": "qwen3", "num_hidden_layers": 2, **HEADS_31B, "intermediate_size": 64}
     shape = {"hidden_size": 5376, "vocab_size": 262144, "max_position_embeddings": 512, "head_dim": 256}
     with pytest.raises(UserError, match="it reads sliding layers, and the model has none"):
-        check_fits(AssistantConfig.read(published()), read_config({**other, **shape}))
+        AssistantConfig.read(published()).check_fits(read_config({**other, **shape}))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_is_not_known_is_refused(config: dict[str, Any], words: str) -> Non
 def test_a_folder_is_recognised_by_its_type(tmp_path: Path) -> None:
     target = read_config(json.loads((write_tiny(tmp_path / "t", "gemma4") / "config.json").read_text()))
     found = find_drafter(str(write_assistant(tmp_path / "a")), target)
-    assert isinstance(found.kind, registry.AssistantKind) and found.caps.name == "assistant"
+    assert isinstance(found.config, AssistantConfig) and found.caps.name == "assistant"
     other = json.loads((tmp_path / "a" / "config.json").read_text()) | {"model_type": "gemma4_unified_assistant"}
     other["architectures"] = ["Gemma4UnifiedAssistantForCausalLM"]
     (tmp_path / "a" / "config.json").write_text(json.dumps(other))
@@ -153,8 +153,8 @@ def test_one_in_the_hubs_cache_is_found_by_itself(tmp_path: Path, monkeypatch: p
     known = next(d for t in pairs.targets() for d in t.drafters if d.repo == "google/gemma-4-26B-A4B-it-assistant")
     shape = (config.num_layers, config.hidden_size, config.vocab_size)
     monkeypatch.setattr(pairs, "targets", lambda: (pairs.KnownTarget("google/tiny", "gemma4", *shape, (known,)),))
-    monkeypatch.setattr(choice, "cached_snapshot", lambda repo: folder if repo == known.repo else None)
-    found = auto.choose("google/tiny", config)
+    monkeypatch.setattr(find, "cached_snapshot", lambda repo: folder if repo == known.repo else None)
+    found = find.choose("google/tiny", config)
     assert found.drafter and found.drafter.caps.name == "assistant" and known.repo in found.fallbacks[0].name
     pairs.check_pair(known.repo, config)
 

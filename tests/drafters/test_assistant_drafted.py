@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.drafters.assistant_config import MAX_DEPTH
+from sparkdraft.drafters.assistant import MAX_DEPTH
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import native

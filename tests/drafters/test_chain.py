@@ -1,7 +1,6 @@
 """A chain drafter through the whole engine: drafted text is plain text, on the host and where the device takes steps.
 
-The drafter (tests/drafters/tiny_chain.py) is one of a kind that the package does not know: a line of the registry
-is all.
+The drafter (tests/drafters/tiny_chain.py) is one that the package does not know. It is registered, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.drafters import registry
+from sparkdraft.drafters.base import REGISTERED
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import native
 from sparkdraft.llm import Completion
-from tests.drafters.tiny_chain import MAX_DEPTH, TinyChain, TinyChainKind, write_chain
+from tests.drafters.tiny_chain import KIND, MAX_DEPTH, TinyChain, write_chain
 from tests.models.tiny import oracle, write_tiny
 
 LENGTH, OUTPUT = 40, 48
@@ -30,7 +29,7 @@ Params = list[SamplingParams]
 @pytest.fixture(scope="module", autouse=True)
 def chains_are_known() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "KINDS", (TinyChainKind(), *registry.KINDS))
+        patch.setitem(REGISTERED, KIND.name, KIND)
         yield
 
 
@@ -208,7 +207,7 @@ def test_its_cache_depends_on_the_text_alone(
 
 
 def test_a_kind_that_nobody_knows_is_refused(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "KINDS", registry.KINDS[1:])
+    monkeypatch.delitem(REGISTERED, KIND.name)
     with pytest.raises(Exception, match="TinyChainDraftModel"):
         load(pair)
 

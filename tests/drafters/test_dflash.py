@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters.drafter import CommittedRows
-from sparkdraft.drafters.registry import default_drafter, find_drafter
+from sparkdraft.drafters.base import CommittedRows
+from sparkdraft.drafters.find import default_drafter, find_drafter
 from sparkdraft.engine.sampler import ids_of
 from sparkdraft.kernels import native
 from sparkdraft.models.registry import read_config

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters import registry
-from sparkdraft.drafters.dflash_caps import caps_of
-from sparkdraft.drafters.dflash_config import DFlashConfig, check_fits
+from sparkdraft.drafters import find
+from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.models.registry import read_config
 from tests.drafters.tiny_drafter import body, speculators, zlab
 from tests.models.tiny import SHAPE
@@ -54,7 +53,7 @@ def test_a_published_config() -> None:
     assert masks(draft) == [(0, False)] * 5
     assert (draft.num_target_layers, draft.draft_vocab_size, draft.target_hidden_size) == (36, 151936, 4096)
     assert (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) == (None, 1.0, None)
-    caps = caps_of(draft)
+    caps = draft.caps()
     assert (caps.name, caps.kv, caps.chain) == ("dflash", draft.model.attention, False)
     assert (caps.taps, caps.max_depth) == (draft.taps, 15)
 
@@ -150,19 +149,19 @@ def test_what_is_not_built_or_not_said_is_refused(config: dict[str, Any], says: 
 )
 def test_a_drafter_that_does_not_fit(config: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=f"does not fit the model: .*{says}"):
-        check_fits(DFlashConfig.read(config), TARGET)
+        DFlashConfig.read(config).check_fits(TARGET)
 
 
 def test_one_that_fits() -> None:
-    check_fits(DFlashConfig.read(zlab(body())), TARGET)
-    check_fits(DFlashConfig.read(speculators(body(), aux_hidden_state_layer_ids=[1, 3])), TARGET)
+    DFlashConfig.read(zlab(body())).check_fits(TARGET)
+    DFlashConfig.read(speculators(body(), aux_hidden_state_layer_ids=[1, 3])).check_fits(TARGET)
 
 
 def test_the_embedded_drafter(tmp_path: Path) -> None:
-    folder = registry.default_drafter("smollm2")
-    assert folder is not None and registry.default_drafter("another") is None
+    folder = find.default_drafter("smollm2")
+    assert folder is not None and find.default_drafter("another") is None
     for name in (folder, "smollm2-dflash"):
-        draft = DFlashConfig.read(registry.open_drafter(name).config)
+        draft = DFlashConfig.read(find.open_drafter(name).config)
         assert (draft.taps, draft.block_size, draft.mask_token_id) == ((1, 8, 14, 20, 27), 16, 16)
     with pytest.raises(UserError, match="GGUF"):
-        registry.open_drafter(str(tmp_path / "a.gguf"))
+        find.open_drafter(str(tmp_path / "a.gguf"))

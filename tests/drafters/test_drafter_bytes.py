@@ -17,7 +17,7 @@ from torch import Tensor
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError, Work
-from sparkdraft.drafters.drafter import Drafter
+from sparkdraft.drafters.base import Drafter
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.load import open_model
 from sparkdraft.engine.proposer import Drafts
@@ -319,9 +319,9 @@ def test_what_is_counted_is_written_after_a_while(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server's process is ended without a word."""
-    from sparkdraft.drafters import id_files
+    from sparkdraft.drafters import vocabulary
 
-    monkeypatch.setattr(id_files, "WRITE_AFTER", 0.01)
-    counts = id_files.IdCounts(str(tmp_path / "counts"), 10)
+    monkeypatch.setattr(vocabulary, "WRITE_AFTER", 0.01)
+    counts = vocabulary.IdCounts(str(tmp_path / "counts"), 10)
     counts.add([3, 3, 4])
     assert wait_for((tmp_path / "counts").read_text) == "3 2\n4 1\n"

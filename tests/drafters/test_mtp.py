@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.drafters.drafter import Anchors
+from sparkdraft.drafters.base import Anchors
 from sparkdraft.drafters.mtp import MtpHead
 from sparkdraft.engine.engine import Engine
 from tests.drafters.tiny_mtp import VARIANTS, Mtp, expected_drafts, write_target

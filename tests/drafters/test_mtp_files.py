@@ -20,9 +20,8 @@ from sparkdraft.cli.models import find_published
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.drafters import pairs
-from sparkdraft.drafters.auto import Choice, choose
-from sparkdraft.drafters.mtp import MtpHead
-from sparkdraft.drafters.mtp_config import MtpConfig, caps_of, tensor_shapes
+from sparkdraft.drafters.find import Choice, DraftSource, choose
+from sparkdraft.drafters.mtp import MtpConfig, MtpHead
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.models.registry import read_config
@@ -237,7 +236,7 @@ def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
 # ---- which drafter is chosen
 
 
-def chosen(folder: Path) -> Choice:
+def chosen(folder: Path) -> Choice[DraftSource]:
     checkpoint = open_checkpoint(str(folder))
     return choose(str(folder), read_config(checkpoint.config), checkpoint)
 
@@ -289,7 +288,7 @@ def test_dflash_is_preferred_and_the_head_is_named(dense: Path, cache: Path) -> 
 def test_tables_say_where_heads_are_read() -> None:
     for target in pairs.targets():
         kinds = [d.kind for d in target.readable]
-        assert kinds == sorted(kinds, key=pairs.READ.index), "DFlash comes first, whatever the figures are"
+        assert kinds == sorted(kinds, key=pairs.ORDER.index), "DFlash comes first, whatever the figures are"
         assert all(d.repo for d in target.published) and {"mtp"} >= {d.kind for d in target.readable if not d.repo}
 
 
@@ -324,23 +323,23 @@ def test_what_a_quantised_file_holds_is_counted_once() -> None:
     gpu, config = Hardware("cuda", "", 8, 128 << 30, (9, 0)), EngineConfig(max_model_len=4096, max_seqs=1)
 
     def weights(head: MtpConfig | None) -> int:
-        return resolve(config, model, gpu, None, caps_of(head) if head else None, stored).memory.weights
+        return resolve(config, model, gpu, None, head.caps() if head else None, stored).memory.weights
 
     inside, beside = MtpConfig.of(model), MtpConfig.of(model, in_target=False)
     again = 2 * inside.attention.kv_width * model.hidden_size  # keys and values a second time are in no file
     assert weights(inside) == weights(None) + 2 * again
     some = replace(inside, draft_vocab_size=4096)  # nor are rows of the target's head, which are a matrix of their own
     assert weights(some) == weights(inside) + 2 * 4096 * model.hidden_size
-    assert weights(beside) - weights(None) == 2 * caps_of(beside).num_weights
+    assert weights(beside) - weights(None) == 2 * beside.caps().num_weights
 
 
 def test_names_and_shapes_are_the_files(dense: Path, experts: Path) -> None:
     """The table that random weights are made from, and what is missing is found by."""
     for folder in (dense, experts):
         config = MtpConfig.of(read_config(open_checkpoint(str(folder)).config))
-        assert tensor_shapes(config) == {name: tuple(t.shape) for name, t in tensors_of(folder).items()}
-        own = caps_of(MtpConfig(config.model, own_embedding=True, own_head=True))
-        assert own.num_weights - caps_of(config).num_weights == 2 * 320 * 64
+        assert config.tensor_shapes() == {name: tuple(t.shape) for name, t in tensors_of(folder).items()}
+        own = MtpConfig(config.model, own_embedding=True, own_head=True).caps()
+        assert own.num_weights - config.caps().num_weights == 2 * 320 * 64
 
 
 def test_facts_tell_of_passes(dense: Path) -> None:

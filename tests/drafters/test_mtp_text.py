@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.drafters.mtp_config import MAX_DEPTH
+from sparkdraft.drafters.mtp import MAX_DEPTH
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels import native
 from tests.drafters.tiny_mtp import VARIANTS, fit_head, write_target

@@ -14,7 +14,7 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
 from sparkdraft.drafters import pairs
-from sparkdraft.drafters.auto import choose
+from sparkdraft.drafters.find import choose
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.registry import read_config
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
@@ -93,7 +93,7 @@ def test_a_shape_of_several_targets_is_not_guessed() -> None:
     shared = config("Qwen/Qwen3.5-27B")
     assert pairs.match("/models/mine", shared) is None
     assert [t.name for t in pairs.alike(shared)] == ["Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.8-27B"]
-    drafter, (note,) = choose("/models/mine", shared)
+    drafter, (note,), _ = choose("/models/mine", shared)
     assert drafter is None and "z-lab/Qwen3.5-27B-DFlash for Qwen/Qwen3.5-27B" in note.reason
 
 

@@ -14,9 +14,8 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import UserError
-from sparkdraft.drafters.caps import SeenContext
-from sparkdraft.drafters.dflash import DFlash
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.base import SeenContext
+from sparkdraft.drafters.dflash import DFlash, DFlashConfig
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.engine.test_overlap import with_overlap
 from tests.models.tiny import write_tiny

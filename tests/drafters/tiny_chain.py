@@ -1,4 +1,4 @@
-"""A chain drafter for the tiny targets, as an MTP head is built: the proof that the engine knows no kind of drafter.
+"""A chain drafter for the tiny targets, built like an MTP head. The package does not know it: tests register it.
 
     row p     x = A norm(embedding of id p + 1) + B norm(hidden state of row p), one decoder layer, norm, target's head
     drafts    the first from the last committed row and the anchor; each next one from the drafter's own last state and
@@ -13,10 +13,10 @@ the one that follows it fits nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,8 +24,15 @@ from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
-from sparkdraft.drafters.caps import DrafterCaps
-from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
+from sparkdraft.drafters.base import (
+    Anchors,
+    CommittedRows,
+    DraftBytes,
+    DrafterCaps,
+    DrafterKind,
+    Pick,
+    Shapes,
+)
 from sparkdraft.kernels.ops import AttentionView, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, load_norm
 from sparkdraft.models.common.config import FINAL, ModelConfig, dense_config
@@ -39,23 +46,52 @@ from tests.models.tiny import oracle
 NAME, MAX_DEPTH = "TinyChainDraftModel", 4
 
 
-def caps_of(config: ModelConfig) -> DrafterCaps:
-    return DrafterCaps("tiny-chain", (FINAL,), MAX_DEPTH, config.attention, model_sizes(config).active, chain=True)
+@dataclass(frozen=True, slots=True)
+class TinyChainConfig:
+    model: ModelConfig
+    block_size: int = 1 + MAX_DEPTH
+    draft_vocab_size: int = 0
+
+    def check_fits(self, target: ModelConfig) -> None:
+        if self.model.hidden_size != target.hidden_size:
+            raise UserError(f"it has hidden size {self.model.hidden_size}, the model {target.hidden_size}")
+
+    def caps(self, names: Collection[str] = ()) -> DrafterCaps:
+        weights = model_sizes(self.model).active
+        return DrafterCaps("tiny-chain", (FINAL,), MAX_DEPTH, self.model.attention, weights, chain=True)
+
+    def among(self, number: int, names: Collection[str] = ()) -> TinyChainConfig:
+        raise UserError("it drafts among all ids")
+
+    def tensor_shapes(self) -> Shapes:
+        raise NotImplementedError
+
+    def build(
+        self,
+        load: Loader,
+        ops: Ops,
+        target: Decoder,
+        kv: DenseKV,
+        context: int,
+        max_seqs: int,
+        ids: Tensor | None = None,
+    ) -> TinyChain:
+        return TinyChain(self, load, ops, target, kv, context, max_seqs)
 
 
 class TinyChain:
     def __init__(
         self,
-        config: ModelConfig,
+        draft: TinyChainConfig,
         load: Loader,
         ops: Ops,
         target: Decoder,
         kv: DenseKV,
         context: int,
         seqs: int,
-        ids: Tensor | None,
     ) -> None:
-        self.caps, self.kv, self.ops, self.target = caps_of(config), kv, ops, target
+        config = draft.model
+        self.caps, self.kv, self.ops, self.target = draft.caps(), kv, ops, target
         size = config.hidden_size
         self.embed_norm, self.hidden_norm = (load_norm(config, load, f"{name}_norm") for name in ("embed", "hidden"))
         self.from_embedding, self.from_hidden = (load.linear({name: size}, size) for name in ("fc_embed", "fc_hidden"))
@@ -113,32 +149,22 @@ class TinyChain:
         step = Step(ids, positions, slots, view, self.kv.layers)
         normed = self.layer.add_to(self._join(ids, self.hidden[:seqs]), step, self.kv.layers[0], self.norm)
         ops.store_aux(ops.rms_norm(normed.x, *self.norm), self.hidden[:seqs], 0, positions)
-        out: Tensor = (ops.norm_argmax if likeliest else ops.norm_logits)(normed, self.target.head)
+        out = (ops.norm_argmax if likeliest else ops.norm_logits)(normed, self.target.head)
         return out
 
     def _join(self, ids: Tensor, hidden: Tensor) -> Normed:
         embedded = Normed(self.ops.embed(ids, self.target.embedding), self.embed_norm)
         x = self.ops.norm_linear(embedded, self.from_embedding)
         state = self.ops.rms_norm(hidden.view(hidden.shape[0], -1), *self.hidden_norm)
-        joined: Normed = self.ops.add_linear(x, state, self.from_hidden, self.layer.input_norm)
+        joined = self.ops.add_linear(x, state, self.from_hidden, self.layer.input_norm)
         return joined
 
 
-class TinyChainKind:
-    """The line of spec.registry.KINDS."""
-
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        return config.get("architectures") == [NAME]
-
-    def read(self, config: Mapping[str, Any]) -> ModelConfig:
-        return dense_config(config, qk_norm=True)
-
-    def check_fits(self, config: ModelConfig, target: ModelConfig) -> None:
-        if config.hidden_size != target.hidden_size:
-            raise UserError(f"it has hidden size {config.hidden_size}, the model {target.hidden_size}")
-
-    caps = staticmethod(caps_of)
-    build = TinyChain
+KIND = DrafterKind(
+    "tiny-chain",
+    recognises=lambda config: config.get("architectures") == [NAME],
+    read=lambda config, names, path: TinyChainConfig(dense_config(config, qk_norm=True)),
+)
 
 
 def write_chain(folder: Path, target: Path, texts: list[list[int]], first: int) -> Path:

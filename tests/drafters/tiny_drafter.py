@@ -18,10 +18,9 @@ from torch import Tensor
 
 from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.drafters.dflash import DFlash, DraftBlock, build, caps_of
-from sparkdraft.drafters.dflash_config import DFlashConfig, check_fits
-from sparkdraft.drafters.drafter import CommittedRows
-from sparkdraft.drafters.registry import open_drafter
+from sparkdraft.drafters.base import CommittedRows
+from sparkdraft.drafters.dflash import DFlash, DFlashConfig, DraftBlock
+from sparkdraft.drafters.find import open_drafter
 from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.weights.loader import Loader
@@ -120,15 +119,15 @@ class DraftHarness:
         self.device, ops = torch.device(device), kernels.load(kernel)
         source = open_drafter(str(folder))
         draft = DFlashConfig.read(source.config)
-        check_fits(draft, target.config)
+        draft.check_fits(target.config)
         draft = draft if ids is None else replace(draft, draft_vocab_size=len(ids))
-        self.draft, self.caps = draft, caps_of(draft)
+        self.draft, self.caps = draft, draft.caps()
         self.kv = DenseKV(draft.model.attention, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
         for cache in (*self.kv.k, *self.kv.v):
             cache.fill_(float("nan"))  # what was never written must never be read
         load = Loader(source, self.device, dtype, ops, weights=weights)
         chosen = None if ids is None else torch.tensor(ids, device=self.device)
-        self.drafter: DFlash = build(draft, load, ops, target, self.kv, CONTEXT, max_seqs=8, ids=chosen)
+        self.drafter: DFlash = draft.build(load, ops, target, self.kv, CONTEXT, max_seqs=8, ids=chosen)
         self.lengths: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()

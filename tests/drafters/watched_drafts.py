@@ -20,7 +20,7 @@ from sparkdraft.cache.formats.dense import DenseLayer
 from sparkdraft.cache.formats.turboquant import CaptureLayer, CodedLayerKV
 from sparkdraft.cache.windows import WindowLayer
 from sparkdraft.drafters.assistant import Assistant
-from sparkdraft.drafters.drafter import Anchors, Pick, Score
+from sparkdraft.drafters.base import Anchors, Pick, Score
 from sparkdraft.kernels.reference.turboquant import is_uncoded
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded

@@ -20,8 +20,8 @@ from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.overlap import Launched, OverlappedSteps
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.ops import CutTerms
+from sparkdraft.speculation.costs import Price
 from sparkdraft.speculation.depth import DepthController
-from sparkdraft.speculation.step_costs import Price
 
 DEPTH = 15
 TEXTS = ["def merge(a, b):", "The sea is", '{"name": "Ada", "born": 1815,', "Once upon a time", "1, 2, 3, 4, 5,"]

@@ -23,8 +23,9 @@ from sparkdraft.cache.states import RecurrentStates, StateSizes, recurrent_layer
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
+from sparkdraft.models.common.tensors import file_tensor_shapes
 from sparkdraft.models.registry import architecture, read_config
-from sparkdraft.operate.bench.shapes import TARGET_FILES, file_tensor_shapes
+from sparkdraft.operate.bench.shapes import TARGET_FILES
 from sparkdraft.operate.instrument import watching
 from sparkdraft.weights.loader import Loader
 from tests.kernels.ahead_of_time import GPUS, captured_launches, empty

@@ -20,8 +20,8 @@ from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.defaults import usable_defaults
-from sparkdraft.drafters.assistant_config import TYPE
-from sparkdraft.drafters.draft_configs import caps_of, read_draft_config
+from sparkdraft.drafters.assistant import TYPE
+from sparkdraft.drafters.find import read_draft_config
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.rope import rope_table
 from sparkdraft.models.registry import read_config
@@ -121,9 +121,9 @@ def test_every_key_of_a_drafter(name: str) -> None:
     def use() -> None:
         draft = read_draft_config(config)
         use_model(draft.model)
-        caps_of(draft)
+        draft.caps()
 
-    caps_of(read_draft_config(config))
+    read_draft_config(config).caps()
     check(config, use)
 
 

@@ -114,7 +114,7 @@ def test_a_text_only_file_is_the_same(variant: str, prefix: str, tmp_path: Path)
 
 
 def test_a_drafter_in_the_file_is_left(tmp_path: Path) -> None:
-    """Its tensors are whoever's that drafts with them; drafters/choice.py says who that is."""
+    """The target ignores the tensors of the head in its file; drafters/find.py decides who drafts with them."""
     folder = write_tiny(tmp_path / "a", "qwen3_next")
     mtp = {"mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)}
     other = write(tmp_path / "b", tensors_of(folder) | mtp, config_of(folder))

@@ -12,8 +12,8 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import UserError
-from sparkdraft.drafters import registry
-from tests.drafters.tiny_chain import MAX_DEPTH, TinyChainKind, write_chain
+from sparkdraft.drafters.base import REGISTERED
+from tests.drafters.tiny_chain import KIND, MAX_DEPTH, write_chain
 from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 from tests.models.recurrent import Texts, all_is_free, complete, load, overlapping, scripted, slots_of, texts
 from tests.models.tiny import oracle, write_tiny
@@ -61,7 +61,7 @@ def test_dflash_changes_no_text(folder: Path, expected: Texts, tmp_path: Path, d
 @pytest.fixture
 def chains_are_known() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "KINDS", (TinyChainKind(), *registry.KINDS))
+        patch.setitem(REGISTERED, KIND.name, KIND)
         yield
 
 

@@ -12,8 +12,8 @@ from sparkdraft.core import UserError
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.models.common.sizes import layer_sizes, model_sizes
-from sparkdraft.operate.bench.random_model import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape
-from sparkdraft.operate.bench.shapes import drafter_tensor_shapes, file_tensor_shapes, tensor_shapes
+from sparkdraft.models.common.tensors import file_tensor_shapes, tensor_shapes
+from sparkdraft.operate.bench.shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape
 from tests.operate.forecast.described import DESCRIBED, attention
 
 PUBLISHED = {  # billions of parameters
@@ -60,7 +60,7 @@ def test_published_shapes_are_read_by_their_own_architecture(name: str) -> None:
 @pytest.mark.parametrize("name", DRAFTER_FILES)
 def test_published_drafters_fit_their_targets_and_weigh_what_is_published(name: str) -> None:
     draft = drafter_shape(name, shape(name.rsplit("-", 1)[0]))
-    size = 2 * sum(prod(size) for size in drafter_tensor_shapes(draft).values())
+    size = 2 * sum(prod(size) for size in draft.tensor_shapes().values())
     assert size / 2**30 == pytest.approx(DRAFTERS[name], abs=0.01)
     with pytest.raises(UserError, match="does not fit"):
         drafter_shape(name, SHAPES["qwen3-8b"])

@@ -13,7 +13,6 @@ import pytest
 import sparkdraft
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash import caps_of
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.operate.bench.random_model import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
 from sparkdraft.plan.hardware import Hardware
@@ -95,7 +94,7 @@ def test_random_weights_of_a_format_are_counted_like_a_files(form: str, most: fl
 def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:
     draft = drafter_shape("dflash-5x", LARGE)
     plans = [
-        resolve(EngineConfig(kv=kv), LARGE, SPARK, drafter=d) for kv in ("exact", "fp8") for d in (None, caps_of(draft))
+        resolve(EngineConfig(kv=kv), LARGE, SPARK, drafter=d) for kv in ("exact", "fp8") for d in (None, draft.caps())
     ]
     exact, exact_drafts, fp8, fp8_drafts = (plan.num_blocks for plan in plans)
     assert fp8 == pytest.approx(2 * exact, rel=1e-3)
@@ -155,7 +154,7 @@ def test_recordings_are_counted_in_the_plan() -> None:
     least = RECORDINGS["native"].most * RECORDINGS["native"].bytes_each * SMALL.num_layers
     assert plan.memory.recordings > least, "and what they write"
     assert "recorded steps" in plan.describe() and "recorded steps" not in none.describe()
-    drafted = resolve(EngineConfig(), LARGE, SPARK, drafter=caps_of(drafter_shape("dflash-5x", LARGE))).memory
+    drafted = resolve(EngineConfig(), LARGE, SPARK, drafter=drafter_shape("dflash-5x", LARGE).caps()).memory
     assert drafted.recordings > resolve(EngineConfig(), LARGE, SPARK).memory.recordings > 0
     assert drafted.total <= 0.85 * SPARK.free_bytes
 
@@ -173,12 +172,11 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
-from sparkdraft.drafters.dflash_caps import caps_of
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash import DFlashConfig
 
 model, drafter = (json.load(open(path)) for path in sys.argv[1:])
 model, spark = read_config(model), Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
-caps = caps_of(DFlashConfig.read(drafter))
+caps = DFlashConfig.read(drafter).caps()
 plan = resolve(EngineConfig(kv="turboquant"), model, spark, drafter=caps)
 print(plan.kernels, plan.num_blocks > 0, plan.coded is not None, sorted({"torch", "triton"} & set(sys.modules)))
 """

@@ -8,11 +8,9 @@ from statistics import mean
 
 import pytest
 
-from sparkdraft.speculation.confidence import Confidence
-from sparkdraft.speculation.cut import OWN, USUAL, Profile, best_cuts, survivals
-from sparkdraft.speculation.depth import DepthController
-from sparkdraft.speculation.depth_state import DepthState
-from sparkdraft.speculation.step_costs import Price, StepCosts, interpolate
+from sparkdraft.speculation.costs import Price, StepCosts, interpolate
+from sparkdraft.speculation.cut import OWN, USUAL, Confidence, Profile, best_cuts, survivals
+from sparkdraft.speculation.depth import DepthController, DepthState
 
 MAX_DEPTH = 15
 DEPTHS = [0, 1, 3, 7, 15]

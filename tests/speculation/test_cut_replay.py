@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparkdraft.speculation.confidence import Confidence
-from sparkdraft.speculation.cut import best_cuts, survivals
+from sparkdraft.speculation.costs import interpolate
+from sparkdraft.speculation.cut import Confidence, best_cuts, survivals
 from sparkdraft.speculation.depth import FIRST_FIT, DepthController
-from sparkdraft.speculation.step_costs import interpolate
 
 DATA = np.load(Path(__file__).with_name("drafted_blocks.npz"))
 GAPS: list[list[float]] = DATA["gaps"].astype(float).tolist()

@@ -15,11 +15,17 @@ from statistics import mean, median
 import pytest
 
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.random_model import SHAPES
-from sparkdraft.speculation.best_depths import conditional_acceptance, expected_tokens
-from sparkdraft.speculation.depth import DepthController, bucket_of
-from sparkdraft.speculation.depth_state import DepthState
-from sparkdraft.speculation.step_costs import StepCosts, for_batch, interpolate, never_falling, start_curve
+from sparkdraft.operate.bench.shapes import SHAPES
+from sparkdraft.speculation.costs import (
+    StepCosts,
+    conditional_acceptance,
+    expected_tokens,
+    for_batch,
+    interpolate,
+    never_falling,
+    start_curve,
+)
+from sparkdraft.speculation.depth import DepthController, DepthState, bucket_of
 from tests.fakes.counting import lines_run
 from tests.operate.forecast.described import DESCRIBED
 

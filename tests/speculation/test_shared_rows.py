@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from sparkdraft.operate.bench.synthetic import BASE, SLOPE, Acceptance, VariedAcceptance
+from sparkdraft.speculation.costs import Price
 from sparkdraft.speculation.depth import DepthController
-from sparkdraft.speculation.step_costs import Price
 
 DEPTHS = [0, 1, 3, 7, 15]
 DRAFTING = 0.9e-3

@@ -10,7 +10,7 @@ import torch
 
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
-from sparkdraft.drafters.packaged import default_drafter
+from sparkdraft.drafters.find import default_drafter
 from sparkdraft.train.export import read_drafter
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.stored import as_float

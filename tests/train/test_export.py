@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters.caps import SeenContext
-from sparkdraft.drafters.dflash_config import DFlashConfig
-from sparkdraft.drafters.packaged import default_drafter
-from sparkdraft.drafters.registry import open_drafter
+from sparkdraft.drafters.base import SeenContext
+from sparkdraft.drafters.dflash import DFlashConfig
+from sparkdraft.drafters.find import default_drafter, open_drafter
 from sparkdraft.kernels import native
 from sparkdraft.train.export import ExportTarget, export, speculators_config
 from sparkdraft.train.target import head_rows

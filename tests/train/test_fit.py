@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.train import fit as fit_module

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdraft.drafters.caps import SeenContext
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.base import SeenContext
+from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.train.batches import Batches
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish

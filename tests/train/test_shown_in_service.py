@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.drafters.dflash import DFlash, DraftBlock
-from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash import DFlash, DFlashConfig, DraftBlock
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.drafter_config import grown_config
 from sparkdraft.train.fit import Trainer

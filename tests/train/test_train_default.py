@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.drafters.dflash_config import DFlashConfig
-from sparkdraft.drafters.registry import open_drafter
+from sparkdraft.drafters.dflash import DFlashConfig
+from sparkdraft.drafters.find import open_drafter
 
 ROOT = Path(__file__).parent.parent.parent
 

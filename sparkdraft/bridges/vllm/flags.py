@@ -25,7 +25,7 @@ from sparkdraft.bridges.tables import (
     without,
 )
 from sparkdraft.drafters import pairs
-from sparkdraft.drafters.mtp_config import MAX_DEPTH, MTP
+from sparkdraft.drafters.mtp import MAX_DEPTH, MTP
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
 
 ONE_MACHINE = "one machine, one GPU; `sparkdraft cluster` runs vLLM on several (docs/cluster.md)"

@@ -14,10 +14,8 @@ from typing import Any
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.drafters import pairs
-from sparkdraft.drafters.assistant_config import AssistantConfig
-from sparkdraft.drafters.draft_configs import read_draft_config
-from sparkdraft.drafters.mtp_config import HEADS, MTP, is_target
-from sparkdraft.drafters.packaged import EMBEDDED
+from sparkdraft.drafters.base import InTarget
+from sparkdraft.drafters.find import EMBEDDED, in_target, kind_of, read_draft_config
 from sparkdraft.drafters.pairs import KnownDrafter
 from sparkdraft.models.registry import read_config
 from sparkdraft.text.reasoning import by_marks
@@ -36,7 +34,7 @@ NGRAM_DEPTH = 7
 # drafts on a DGX Spark was 4 (80 tok/s; 67 with 2, 72 with 6).
 HEAD_DEPTH = 4
 SCHEDULER = "--scheduler-cls sparkdraft.bridges.vllm.plugin.scheduler.DepthScheduler, where this package is beside vLLM"
-NAMES = {"dflash2": "dflash", "assistant": "mtp"}  # vLLM's names where they differ
+NAMES = {"dflash2": "dflash"}  # vLLM's names where they differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +152,14 @@ def _chosen(target: Target, engine: EngineConfig, method: str, notes: list[str])
         return None
     known = target.known.drafters if target.known else ()
     if engine.drafter != "auto":
-        if engine.drafter == MTP:
-            return _own_head(target)
+        if held := in_target(engine.drafter):
+            return _own_head(target, engine.drafter, held)
         drafter = next((each for each in known if each.repo == engine.drafter), None)
         return _of(drafter) if drafter else _opened(engine.drafter)
     kinds = ORDER if method == "auto" else (method,)
-    fitting = [each for each in known if _kind(each) in kinds]
+    fitting = [each for each in known if _method(each.kind) in kinds]
     if fitting:
-        return _of(min(fitting, key=lambda each: (kinds.index(_kind(each)), -each.mean_tokens)))
+        return _of(min(fitting, key=lambda each: (kinds.index(_method(each.kind)), -each.mean_tokens)))
     if method != "auto":
         raise UserError(
             f"no {method} drafter is known for {target.name}: name one with --drafter, or leave --method out"
@@ -171,33 +169,33 @@ def _chosen(target: Target, engine: EngineConfig, method: str, notes: list[str])
     return None
 
 
-def _kind(drafter: KnownDrafter) -> str:
-    return "mtp" if drafter.kind == "assistant" else drafter.kind
+def _method(kind: str) -> str:
+    """vLLM runs assistants as MTP heads."""
+    return "mtp" if kind == "assistant" else kind
 
 
 def _of(drafter: KnownDrafter) -> tuple[str, str, int]:
-    return _kind(drafter), drafter.repo, HEAD_DEPTH if drafter.kind == "assistant" else drafter.block - 1
+    return _method(drafter.kind), drafter.repo, HEAD_DEPTH if drafter.kind == "assistant" else drafter.block - 1
 
 
-def _own_head(target: Target) -> tuple[str, str, int]:
-    """Chooses the MTP head in the target's own file."""
-    heads = [each for each in (target.known.drafters if target.known else ()) if each.kind == MTP]
+def _own_head(target: Target, name: str, held: InTarget) -> tuple[str, str, int]:
+    """Chooses the drafter in the target's own file."""
+    heads = [each for each in (target.known.drafters if target.known else ()) if each.kind == name]
     if heads:
         return _of(heads[0])
-    if target.family not in HEADS:
+    if target.family not in held.model_types:
         raise UserError(
-            f"no MTP head is known for {target.name} (only for the model types {', '.join(HEADS)}): leave --drafter "
-            "out, or name a drafter"
+            f"no {held.label} is known for {target.name} (only for the model types {', '.join(held.model_types)}): "
+            "leave --drafter out, or name a drafter"
         )
-    return MTP, "", HEAD_DEPTH
+    return name, "", HEAD_DEPTH
 
 
 def _opened(name: str) -> tuple[str, str, int]:
     """Reads what an unlisted drafter is from its config.json."""
     config = read_config_json(name)
-    if is_target(config):  # a file of the target that has an MTP head
-        return MTP, portable_name(name), HEAD_DEPTH
-    draft = read_draft_config(config)
-    if isinstance(draft, AssistantConfig):
-        return MTP, portable_name(name), HEAD_DEPTH
-    return "dflash", portable_name(name), draft.block_size - 1
+    kind = kind_of(config)
+    if kind.in_target:  # another file of the target, which has an MTP head
+        return _method(kind.name), portable_name(name), HEAD_DEPTH
+    caps = read_draft_config(config).caps()
+    return _method(kind.name), portable_name(name), HEAD_DEPTH if caps.chain else caps.max_depth

@@ -24,7 +24,7 @@ OTHERS = {
         "only text is read",
     ),
     "the audio tower": ("model.audio_tower. model.embed_audio. audio_tower.", "only text is read"),
-    "a drafter": ("mtp. model.mtp.", ""),  # drafters/choice.py says who drafts
+    "a drafter": ("mtp. model.mtp.", ""),  # drafters/find.py decides who drafts
 }
 # What stands beside text_config and does not concern the text.
 OUTER = """

@@ -11,24 +11,16 @@ import torch
 from torch import Tensor
 
 from sparkdraft.config import EngineConfig
-from sparkdraft.drafters.draft_configs import DraftConfig
-from sparkdraft.drafters.registry import DraftSource, builder_of
+from sparkdraft.drafters.base import DraftConfig
+from sparkdraft.drafters.find import DraftSource
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.load import stored_of
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.common.config import ModelConfig
-from sparkdraft.operate.bench.shapes import (
-    DRAFTER_FILES,
-    SHAPES,
-    TARGET_FILES,
-    drafter_shape,
-    drafter_tensor_shapes,
-    file_tensor_shapes,
-    shape,
-    targets,
-    tensor_shapes,
-)
+from sparkdraft.models.common.tensors import file_tensor_shapes, tensor_shapes
+from sparkdraft.operate.bench.shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape, targets
+from sparkdraft.plan.weight_formats import drafter_at_load
 from sparkdraft.util.names import spelled
 from sparkdraft.weights.loader import Progress
 from sparkdraft.weights.plane_layout import EMBEDDINGS, CodeForm, StoredBytes, StoredMatrix, count_stored
@@ -52,9 +44,10 @@ def random_engine(
     model, device = shape(config.model), detect(config).device
     source = None
     if draft:
-        source = DraftSource(builder_of(draft), draft, RandomCheckpoint(draft, device))
+        source = DraftSource(draft, RandomCheckpoint(draft.tensor_shapes(), device))
         source = source.asked(config.drafter_weights, config.draft_vocab, model)
-    weights, caps = random_checkpoint(config.model, device, form), source.caps if source else None
+    weights = random_checkpoint(config.model, device, form)
+    caps = drafter_at_load(source.caps, source.weights) if source else None
     plan = plan_here(config, model, caps, stored_of(config, weights, model, caps))
     return build_engine(plan, config, model, weights, SilentTokenizer(), source, progress)
 
@@ -68,12 +61,13 @@ class RandomCheckpoint:
 
     path = Path("random weights")
 
-    def __init__(self, model: ModelConfig | DraftConfig | Mapping[str, Any], device: str, form: str = "") -> None:
-        """model: specs of equal layers, or a config.json. form: format of the layers' matrices; "" as published."""
-        if isinstance(model, DraftConfig):
-            self._shapes = drafter_tensor_shapes(model)
+    def __init__(self, model: ModelConfig | Mapping[str, Any], device: str, form: str = "") -> None:
+        """model: specs of equal layers, a config.json, or the shapes of tensors by name. form: format of the layers'
+        matrices; "" as published."""
+        if isinstance(model, ModelConfig):
+            self._shapes = tensor_shapes(model)
         else:
-            self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else file_tensor_shapes(model)
+            self._shapes = file_tensor_shapes(model) if "model_type" in model else dict(model)
         self._matrices = find_matrices(self.path, {name: _dtype(name) for name in self._shapes})
         self._device, self._form = device, form
         self._generator = torch.Generator(device).manual_seed(0)

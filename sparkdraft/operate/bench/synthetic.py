@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparkdraft.core import Request, UserError, Work
-from sparkdraft.drafters.drafter import Anchors, Pick
+from sparkdraft.drafters.base import Anchors, Pick
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.lanes import Lanes
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow

@@ -18,7 +18,7 @@ from torch import Tensor
 from sparkdraft.cache.formats import kv_format
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Batch, Fact, Fallback, Request, SamplingParams, UserError
-from sparkdraft.drafters.drafter import Anchors, Pick, Score
+from sparkdraft.drafters.base import Anchors, Pick, Score
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts, formats
 from sparkdraft.engine.load import load

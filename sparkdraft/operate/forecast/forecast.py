@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.drafters.draft_configs import DraftConfig, caps_of
+from sparkdraft.drafters.base import DraftConfig
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.operate.forecast.machine import Machine
@@ -29,7 +29,7 @@ from sparkdraft.plan.weight_formats import (
     drafter_at_load,
     stored_bytes,
 )
-from sparkdraft.speculation.best_depths import expected_tokens
+from sparkdraft.speculation.costs import expected_tokens
 from sparkdraft.speculation.depth import depth_choices
 
 
@@ -96,7 +96,7 @@ class Forecast:
         self.question = question
         model, machine = question.model, question.machine
         asked = question.config.drafter_weights
-        self.caps = drafter_at_load(caps_of(question.drafter, question.names), asked) if question.drafter else None
+        self.caps = drafter_at_load(question.drafter.caps(question.names), asked) if question.drafter else None
         on_gpu = machine.hardware.device == "cuda"
         self.held = stored_bytes(model, question.formats) if question.formats and on_gpu else None
         self.plan = self._planned(question.config)

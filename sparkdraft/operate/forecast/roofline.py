@@ -19,7 +19,7 @@ from typing import NamedTuple
 from sparkdraft.cache.formats import EXACT, kv_format
 from sparkdraft.cache.formats.dense import in_windows
 from sparkdraft.config import EngineConfig
-from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, ExpertsSpec
 from sparkdraft.models.common.sizes import count, layer_sizes

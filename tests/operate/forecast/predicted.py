@@ -13,7 +13,7 @@ from sparkdraft.operate.forecast.forecast import CLASSES, MANY, Range
 from sparkdraft.operate.forecast.machine import find_machine, known_machines
 from sparkdraft.operate.forecast.roofline import Load, Rates, Target, step
 from sparkdraft.plan.weight_formats import WeightFormats
-from sparkdraft.speculation.best_depths import expected_tokens
+from sparkdraft.speculation.costs import expected_tokens
 from tests.operate.forecast.published import DRAFTERS, MODELS
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("figures.json").read_text(encoding="utf-8"))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from sparkdraft.drafters.dflash_config import DFlashConfig
-from sparkdraft.drafters.draft_configs import caps_of
-from sparkdraft.drafters.packaged import ASSETS
+from sparkdraft.drafters.dflash import DFlashConfig
+from sparkdraft.drafters.find import ASSETS
 from sparkdraft.models.common.config import ModelConfig, uniform_config
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.models.common.sizes import model_sizes
@@ -59,18 +58,18 @@ def dflash(
     specs = [replace(s, window=2048 if i < windowed else 0, causal=False) for i, s in enumerate(own.attention)]
     own = replace(own, layers=tuple(replace(layer, mixer=s) for layer, s in zip(own.layers, specs, strict=True)))
     draft = DFlashConfig(own, tuple(range(taps)), 16, 1, vocab or model.vocab_size, model.hidden_size)
-    return DraftPass.of(caps_of(draft), model_sizes(model).head, own_head=bool(vocab))
+    return DraftPass.of(draft.caps(), model_sizes(model).head, own_head=bool(vocab))
 
 
 def shaped(name: str, target: str) -> DraftPass:
-    caps = caps_of(drafter_shape(name, MODELS[target]))
+    caps = drafter_shape(name, MODELS[target]).caps()
     return DraftPass.of(caps, model_sizes(MODELS[target]).head, caps.own_head)
 
 
 def packaged(folder: str, target: str) -> DraftPass:
     draft = DFlashConfig.read(json.loads((ASSETS / folder / "config.json").read_text(encoding="utf-8")))
     own = draft.draft_vocab_size < MODELS[target].vocab_size
-    return DraftPass.of(caps_of(draft), model_sizes(MODELS[target]).head, own, 4, "quantised")
+    return DraftPass.of(draft.caps(), model_sizes(MODELS[target]).head, own, 4, "quantised")
 
 
 DRAFTERS: dict[str, DraftPass] = {

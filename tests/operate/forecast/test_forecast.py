@@ -8,8 +8,6 @@ import pytest
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash_caps import caps_of
-from sparkdraft.drafters.draft_configs import among
 from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.forecast import CLASSES, Forecast, Question, chance_of
 from sparkdraft.operate.forecast.machine import find_machine
@@ -49,7 +47,7 @@ CASES = [
 @pytest.mark.parametrize("asked", CASES)
 def test_memory_is_what_serve_would_plan(asked: Question) -> None:
     forecast = Forecast(asked)
-    caps = caps_of(asked.drafter) if asked.drafter else None
+    caps = asked.drafter.caps() if asked.drafter else None
     args = (asked.config, asked.model, asked.machine.hardware, None, caps)  # as engine/machine.py asks
     assert forecast.plan == (resolve(*args, forecast.held) if asked.formats else resolve(*args))
     assert sum(forecast.memory.values()) == forecast.plan.memory.total
@@ -82,7 +80,7 @@ def test_a_drafter_takes_weights_and_room_for_its_own_keys() -> None:
 def test_fewer_bytes_of_a_drafter_are_planned_and_are_faster() -> None:
     plain = question(drafter="dflash-5x")
     small = replace(plain, config=EngineConfig(drafter_weights="fp8"))
-    few = replace(small, drafter=among(small.drafter, 32768))  # type: ignore[arg-type]
+    few = replace(small, drafter=small.drafter.among(32768))  # type: ignore[arg-type]
     found = [Forecast(each) for each in (plain, small, few)]
     held = [each.memory["drafter's weights"] for each in found]
     assert held[1] == pytest.approx(held[0] / 2, rel=0.001), "and a scale per row"

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from sparkdraft.drafters.dflash_caps import caps_of
 from sparkdraft.models.common.sizes import kv_bytes_per_token, model_sizes
 from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.roofline import DraftPass, Load, Losses, Rates, Target, overlap, step
@@ -89,7 +88,7 @@ def test_coded_weights_are_multiplied_in_bfloat16_unless_an_engine_does_otherwis
 
 def test_a_block_is_one_pass_and_a_chain_one_per_draft() -> None:
     target = Target.of(DENSE, FLOATS)
-    block = DraftPass.of(caps_of(drafter_shape("dflash-5x", DENSE)), model_sizes(DENSE).head)
+    block = DraftPass.of(drafter_shape("dflash-5x", DENSE).caps(), model_sizes(DENSE).head)
     chain = block._replace(chain=True)
     times = {
         (drafter.chain, depth): step(READS, NONE, target, Load(1, 0, depth), drafter).drafter
@@ -102,7 +101,7 @@ def test_a_block_is_one_pass_and_a_chain_one_per_draft() -> None:
 
 
 def test_a_quantised_drafter_reads_less_and_the_targets_head_as_it_is() -> None:
-    caps, head, target = caps_of(drafter_shape("dflash-5x", DENSE)), model_sizes(DENSE).head, Target.of(DENSE, FLOATS)
+    caps, head, target = drafter_shape("dflash-5x", DENSE).caps(), model_sizes(DENSE).head, Target.of(DENSE, FLOATS)
     coded = DraftPass.of(caps, head, coded_fmt="fp8")
     assert coded.coded == caps.num_weights == coded.weights and coded.head == head
     found = step(READS, NONE, target, Load(1, 0, 7), coded).drafter

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sparkdraft.speculation.depth import DepthController
-from sparkdraft.speculation.depth_state import DepthState
+from sparkdraft.speculation.depth import DepthController, DepthState
 
 
 def usual_depths(most: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""The cost of a step per depth: learnt from steps that ran, interpolated for depths that were never tried.
+"""What a step costs at each depth, and the depths at which a batch writes the most tokens a second.
 
-A curve never falls: a step with more drafts cannot be cheaper. speculation/depth.py keeps one curve per bucket of
-batch size and context, and asks it for prices. No torch.
+Costs are learnt from steps that ran, and interpolated for depths that were never tried. A curve of costs never falls: a
+step with more drafts cannot be cheaper. speculation/depth.py keeps one curve per bucket of batch size and context, asks
+it for prices, and decides when to choose depths by them. No torch.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 REDRAW = 8  # a mean of this many steps moves little with each: the curve is redrawn after as many more
 LATE = 1.5  # a step slower than this times the belief counts as this slow: something else ran
-# Rows of one text share experts: n of them reach as many as n ** 0.7 rows that have nothing to do with each other.
+# Tokens of one text share experts: n of them read as many as n ** 0.7 unrelated tokens do.
 OWN_ROWS = 0.7
 
-LEVELS = (1, 3)  # drafts that each other request of a batch is supposed to have, beside the most that it can have
-# Rows cost alike where drafts beside few others cost at most this much more than beside many, or where the difference
-# is this small a part of a plain step.
+LEVELS = (1, 3)  # assumed numbers of drafts of each other request, beside the most that it can have
+# One level stands for all where drafts beside few others cost at most STRAIGHT times as much as beside many, or where
+# the difference is less than this share of a plain step.
 STRAIGHT, NOTHING = 1.1, 0.002
 
-Reads = Callable[[float], float]  # of so many rows that choose experts independently: weights that a step reads
+INHERIT = 0.9  # how much of a position's departure from the prior the next position expects for itself
+MARGIN = 1.03  # what a request must be promised before it begins to draft; it stops as soon as drafts would lose
+
+# The weights that a step of so many tokens reads, if each of them chooses its experts independently.
+Reads = Callable[[float], float]
 
 
 class StepCosts:
@@ -52,7 +58,7 @@ class StepCosts:
             self.seconds = [s * (1 + 0.1 * excess) for s in self.seconds]
 
     def learn_part(self, verified: int, drafted: int, draft: float, verify: float) -> None:
-        """A step whose two parts were timed apart: it drafted to one depth and verified that many, or fewer."""
+        """Learn from a step whose two parts were timed apart. It verified as many tokens as it drafted, or fewer."""
         known = self.drafting.get(drafted)
         self.drafting[drafted] = draft if known is None else known + (min(draft, LATE * known) - known) / 8
         self.learn(verified, verify + (draft if verified == drafted else self.drafting_at(verified)))
@@ -84,8 +90,8 @@ class StepCosts:
 class Price:
     """The time of a step in parts: the plain step, the fixed cost of drafting, drafting deeper, and verifying.
 
-    Verifying is a cost of all drafts of the step together, not so much per request. Where rows read more experts the
-    first drafts are dear and those beside many others nearly free, because most experts are read already.
+    Verifying is a cost of all drafts of the step together, not a sum over requests. In a model with experts the first
+    drafts are expensive and those beside many others nearly free, because most experts are read already.
     """
 
     num: int  # requests in the step
@@ -110,15 +116,15 @@ class Price:
         return cls(num, curve[0], fixed, [s / num for s in over], [begun + s for s in over], verify, deeper)
 
     def verifying(self, drafts: float) -> float:
-        """What so many drafts of all requests cost to verify."""
+        """The seconds that verifying so many drafts takes, over all requests."""
         each = min(drafts / self.num, len(self.verify) - 1.0)
         low = min(int(each), len(self.verify) - 2)
         return self.verify[low] + (self.verify[low + 1] - self.verify[low]) * (each - low)
 
     @cached_property
     def beside(self) -> dict[int, list[float]]:
-        """What verifying k drafts of one request costs, by how many drafts each other request has. Where drafts are no
-        cheaper beside many others, one number of them stands for all."""
+        """Seconds of verifying k drafts of one request, given the assumed drafts of each other request (the key). Where
+        drafts are no cheaper beside many others, one number of them stands for all."""
         deepest = len(self.verify) - 1
         levels = sorted({min(level, deepest) for level in (*LEVELS, deepest)}) if self.num > 1 else [0]
         found = {}
@@ -130,8 +136,8 @@ class Price:
         return found if few > STRAIGHT * many + NOTHING * self.plain else {middle: found[middle]}
 
     def own(self, depths: Sequence[int], kept: Sequence[float], level: int) -> list[float]:
-        """For each depth, the cost of one request that drafts so deep and keeps so many of the drafts, on average,
-        beside others that have 'level' of them each."""
+        """For each depth, the cost of one request that drafts so deep and keeps so many of the drafts on average, if
+        each other request has 'level' drafts."""
         costs, deeper, found = self.beside[level], self.deeper, []
         last = len(costs) - 2
         for depth, mean in zip(depths, kept, strict=True):
@@ -141,7 +147,7 @@ class Price:
         return found
 
     def step(self, deeper: float, kept: float) -> float:
-        """A step that drafts, of whose drafts so many are kept; deeper: the sum of what its depths cost."""
+        """The seconds of a step that drafts and verifies 'kept' drafts. deeper: the sum of what its depths cost."""
         return self.plain + self.fixed + deeper + self.verifying(kept)
 
     def can_pay(self, choice: Sequence[int], acceptance: float) -> bool:
@@ -163,16 +169,15 @@ class Price:
 
 
 def start_curve(max_depth: int, num: int, reads: Reads) -> list[float]:
-    """By depth, what steps of so many requests are taken to cost before anything is measured, in plain steps: a little
-    for drafting at all and for each row, and as much as more weights are read. A dense model reads all of them in any
-    case; of a mixture of experts drafts read more."""
+    """The assumed cost by depth before anything is measured, in plain steps: a little for drafting at all and for each
+    token, and the weights that are read in addition (none in a dense model, more experts in a mixture)."""
     plain = reads(num)
     own = (num * (1 + depth) ** OWN_ROWS for depth in range(1, max_depth + 1))
     return [1.0] + [1.1 + 0.03 * depth + (reads(rows) / plain - 1) for depth, rows in enumerate(own, 1)]
 
 
 def for_batch(curve: list[float], times: int) -> list[float]:
-    """Estimated cost per depth of steps with 'times' as many requests: that of the measured steps with as many rows."""
+    """The estimated cost by depth with 'times' as many requests: that of measured steps with as many tokens."""
     if times == 1:
         return curve
     last = len(curve) - 1
@@ -203,3 +208,80 @@ def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[flo
             total, count = total + before_weight, count + before_count
         pools.append((mean, total, count))
     return [mean for mean, _, count in pools for _ in range(count)]
+
+
+# ---- choosing depths
+
+
+class Offer(NamedTuple):
+    """The expected tokens and cost of one request's steps, for each depth that may be chosen."""
+
+    tokens: Sequence[float]
+    kept: Sequence[float]  # drafts that are verified
+    rows: Sequence[float]  # seconds of its own drafts, given the assumed drafts of other requests
+
+
+def best_depths(
+    offers: Sequence[Offer], rest: Sequence[bool], price: Price, choice: Sequence[int], others: int
+) -> tuple[list[int], float]:
+    """The depths that maximise tokens a second over the batch, and that rate. 'others' more requests of the batch write
+    one token each.
+
+    At the best rate r, drafts that take t seconds pay if they bring more than r * t tokens, for each request by itself.
+    So this begins with the rate of the best common depth, lets each request choose, computes the new rate and repeats.
+    """
+    num, begun = len(offers), price.plain + price.fixed
+    plain_rate = (num + others) / price.plain
+    least = plain_rate * (MARGIN if all(rest) else 1.0)
+    if num + others == 1:
+        tokens, _, rows = offers[0]
+        rate, best = max((tokens[i] / (begun + rows[i]), i) for i in range(1, len(choice)))
+        return ([choice[best]], rate) if rate > least else ([0], plain_rate)
+
+    deeper = [price.deeper[depth] for depth in choice]
+    tokens = [sum(each) for each in zip(*(own.tokens for own in offers), strict=True)]
+    kept = [sum(each) for each in zip(*(own.kept for own in offers), strict=True)]
+    common = [(others + tokens[i]) / price.step(num * deeper[i], kept[i]) for i in range(1, len(choice))]
+    rate = max(plain_rate, *common)
+    for _ in range(4):
+        chosen = [_best_choice(own, rate, rests) for own, rests in zip(offers, rest, strict=True)]
+        reached = plain_rate
+        if any(chosen):
+            picked = [(own.tokens[i], own.kept[i], deeper[i]) for own, i in zip(offers, chosen, strict=True)]
+            brought, verified, drafting = (sum(each) for each in zip(*picked, strict=True))
+            reached = (others + brought) / price.step(drafting, verified)
+        if reached <= rate * 1.001:
+            break
+        rate = reached
+    return ([choice[i] for i in chosen], reached) if reached > least else ([0] * num, plain_rate)
+
+
+def _best_choice(offer: Offer, rate: float, rests: bool) -> int:
+    plain, *net = [tokens - rate * seconds for tokens, seconds in zip(offer.tokens, offer.rows, strict=True)]
+    best = max(net)
+    return 1 + net.index(best) if best > plain * (MARGIN if rests else 1.0) else 0
+
+
+def expected_tokens(chances: Sequence[float]) -> list[float]:
+    """The tokens that a step commits on average, by depth from 0. chances: of each position, once it is reached."""
+    total, reached, tokens = 1.0, 1.0, [1.0]
+    for chance in chances:
+        reached *= chance
+        total += reached
+        tokens.append(total)
+    return tokens
+
+
+def conditional_acceptance(
+    taken: Sequence[float], tried: Sequence[float], prior: Sequence[float], trust: float
+) -> list[float]:
+    """The acceptance of each position: its counts, blended with the prior, which is shifted by most of the difference
+    that the position before shows."""
+    chances, departure = [], 0.0
+    for hits, count, usual in zip(taken, tried, prior, strict=True):
+        base = usual + INHERIT * departure
+        base = 0.0 if base < 0.0 else 1.0 if base > 1.0 else base
+        chance = (hits + trust * base) / (count + trust)
+        departure = chance - usual
+        chances.append(chance)
+    return chances

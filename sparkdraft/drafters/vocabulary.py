@@ -1,10 +1,10 @@
-"""Files of ids: the only ones that a drafter shall draft among (`--draft-vocab`), and how often requests wrote each
-(`--count-ids`).
+"""Drafting among some of the target's ids: the file that lists them (`--draft-vocab`), the rows of the target's head
+for them, and the counts that such a file is made from (`--count-ids`).
 
     15 8211         an id per line, and how often it was written, the most frequent first
-    28 7923         the count is not read, so the first lines of such a file are a file of ids too
+    28 7923         --draft-vocab ignores the count, so the first lines of a file of counts are a file of ids
 
-A file of ids may also be a JSON list. No torch.
+A file of ids may also be a JSON list. Ids that are not listed are never drafted; the target writes them as always.
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Timer
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparkdraft.core import UserError
 from sparkdraft.util.names import user_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparkdraft.models.common.blocks import Decoder
+    from sparkdraft.weights.linear import Linear
+    from sparkdraft.weights.loader import Loader
 
 WRITE_AFTER = 30.0  # seconds from the first id that is counted and not written
 
@@ -34,10 +42,10 @@ def read_ids(path: str, vocab_size: int) -> tuple[int, ...]:
 
 
 class IdCounts:
-    """How often each id was written by requests that have ended. What its file held before is added to.
+    """Counts the ids that requests wrote, added to the counts that the file held before.
 
-    A thread writes the file some seconds after something was counted, because a server's process is ended without a
-    word; other processes write it at their end too.
+    A thread writes the file some seconds after something was counted, because a server's process may be killed. Other
+    processes write it at exit too.
     """
 
     def __init__(self, path: str, vocab_size: int) -> None:
@@ -62,11 +70,11 @@ class IdCounts:
             self._timer.start()
 
     def forget(self) -> None:
-        """The requests so far were not a user's."""
+        """Drop what was counted and not written: the requests so far were not a user's."""
         self._counts[:] = 0
 
     def flush(self) -> None:
-        """Write what was counted since the last time, if anything."""
+        """Write the counts if any are new."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
@@ -83,7 +91,7 @@ class IdCounts:
 
 
 def _read(path: str, option: str) -> list[tuple[int, int]]:
-    """Ids and their counts; 1 where there are none."""
+    """(id, count) of each line; the count is 1 where there is none."""
     try:
         text = user_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,3 +119,20 @@ def _check(path: str, option: str, ids: Sequence[int], vocab_size: int) -> None:
             f"{option} is {path}, which holds the id {wrong}; the model's go from 0 to {vocab_size - 1}: was it made "
             "for another model?"
         )
+
+
+def rows_of_head(load: Loader, target: Decoder, ids: Tensor, head: Linear | None = None) -> Linear:
+    """A head over these ids (int64, ascending). head: the drafter's own, if it has a whole one; otherwise the target's.
+
+    Raises UserError."""
+    from sparkdraft.weights.quant.stored import take_rows
+
+    rows = (head or target.head).rows(ids)
+    if rows is None and head is None and target.config.tie_embeddings:
+        rows = take_rows(target.embedding, ids)
+    if rows is None:
+        raise UserError(
+            f"{load.source.path} shall draft among {len(ids)} ids, and rows of the model's head cannot be taken out of "
+            "its format: leave draft_vocab out, or choose another drafter"
+        )
+    return load.head_of(rows)
