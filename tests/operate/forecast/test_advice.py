@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkdraft.cache.formats import kv_names
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import KV_FORMATS, EngineConfig
 from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.advice import (
     Alternative,
