@@ -9,7 +9,6 @@ have the base's head.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sparkdraft.cache.formats import EXACT, kv_formats, listed
 from sparkdraft.core import SamplingParams, TokenLogprob, UserError, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
@@ -212,12 +212,7 @@ def perplexity(llm: LLM, text: str) -> tuple[float, int]:
 
 # ---- formats of the KV cache
 
-EXACT = "exact"
-NOTATION = (
-    "exact, fp8 or k<key bits>v<value bits>, 2 to 5 of each, such as k4v3; then -full, which codes all rows, "
-    "and -uncentred, which leaves mean keys in: k4v3-full-uncentred"
-)
-CODED = re.compile(r"k([2-5])v([2-5])(-full)?(-uncentred)?")
+NOTATION = listed([each.notation for each in kv_formats()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +222,7 @@ class Format:
 
     @property
     def is_centred(self) -> bool:
-        return bool(self.options["tq_centre"])
+        return bool(self.options.get("tq_centre", True))
 
 
 def parse_kv_formats(text: str) -> list[Format]:
@@ -237,15 +232,10 @@ def parse_kv_formats(text: str) -> list[Format]:
 
 
 def _parse_format(name: str) -> Format:
-    if name in (EXACT, "fp8"):
-        return Format(name, {"kv": name, "tq_centre": True})
-    found = CODED.fullmatch(name)
-    if not found:
-        raise UserError(f"--formats names '{name}'; a format is {NOTATION}")
-    key_bits, value_bits, full, uncentred = found.groups()
-    bits = {"tq_key_bits": int(key_bits), "tq_value_bits": int(value_bits)}
-    mode = {"tq_mode": "full_tq" if full else "hybrid", "tq_centre": not uncentred}
-    return Format(name, {"kv": "turboquant"} | bits | mode)
+    for each in kv_formats():
+        if (options := each.parse(name)) is not None:
+            return Format(name, options)
+    raise UserError(f"--formats names '{name}'; a format is {NOTATION}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from math import inf
 from typing import Any
 
 from sparkdraft.backend import DRAFTING, PREFIX_CACHE, Backend, LoadBackend, ModelInfo, Report
+from sparkdraft.cache.formats import as_exact
 from sparkdraft.operate.canary import probes
 from sparkdraft.operate.canary.findings import (
     CODED_CACHE,
@@ -109,10 +110,9 @@ class Canary:
         self.findings = self._ask(backend)
         coded = next((f for f in failures(self.findings) if f.part == CODED_CACHE), None)
         if coded:  # its format cannot be changed while it runs
-            exact = {name: value for name, value in self._options.items() if name[:3] != "tq_"} | {"kv": "exact"}
             del backend
             release()
-            backend = self._load(exact, self._report)
+            backend = self._load(as_exact(self._options), self._report)
             again = [f for f in self._ask(backend) if f.part != CODED_CACHE or f.status == FAILED]
             # Codes that fail once more are still in use: nothing was switched off for them.
             self.findings = [coded, *(replace(f, part="") if f.part == CODED_CACHE else f for f in again)]

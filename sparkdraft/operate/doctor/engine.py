@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparkdraft.cache.formats import kv_format
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Batch, Fact, Fallback, Request, SamplingParams, UserError
 from sparkdraft.drafters.drafter import Anchors, Pick, Score
@@ -159,8 +160,8 @@ def describe(spec: LayerSpec, plan: Plan) -> str:
 def _mixer(spec: AttentionSpec | RecurrentSpec, plan: Plan) -> str:
     if isinstance(spec, RecurrentSpec):
         return f"delta rule of {spec.num_value_heads} heads, {spec.key_dim} x {spec.value_dim}"
-    coded = plan.coded is not None and spec.window not in {window.window for window in plan.windows}
-    return attention(spec, plan.kv if coded or plan.kv == "fp8" else "exact")
+    is_slid = spec.window in {window.window for window in plan.windows}
+    return attention(spec, kv_format(plan.kv).in_windows if is_slid else plan.kv)
 
 
 def attention(spec: AttentionSpec, kv: str) -> str:

@@ -172,10 +172,11 @@ def _load(question: Question) -> str:
 
 
 def _choose_kv(question: Question) -> tuple[str, str]:
-    """Choose the exact cache if it holds everything and no other format is much faster. TurboQuant is tried before fp8:
-    it is smaller and nearer to exact (docs/numbers/turboquant.md)."""
-    exact, problem = tried(with_kv(question, "exact"))
-    others = {kv: found for kv in ("turboquant", "fp8") if (found := tried(with_kv(question, kv))[0])}
+    """Choose the exact cache if it holds everything and no other format is much faster. Of others, the smallest is
+    tried first: TurboQuant is nearer to exact than fp8 (docs/numbers/turboquant.md)."""
+    exact, problem = tried(with_kv(question, EXACT))
+    smallest_first = [each.name for each in reversed(kv_formats()) if each.name != EXACT]
+    others = {kv: found for kv in smallest_first if (found := tried(with_kv(question, kv))[0])}
     load = _load(question)
     if exact is None or exact.max_streams < question.streams:
         largest = max(others, key=lambda kv: others[kv].max_streams, default=None)

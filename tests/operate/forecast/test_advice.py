@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sparkdraft.config import KV_FORMATS, EngineConfig
+from sparkdraft.cache.formats import kv_names
+from sparkdraft.config import EngineConfig
 from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.advice import (
     Alternative,

@@ -13,11 +13,10 @@ from sparkdraft.cli.plan import read_formats, read_model
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.operate.forecast import rates
+from sparkdraft.operate.forecast.cpu_rates import CpuRates, MatmulRate
 from sparkdraft.operate.forecast.forecast import Forecast, Question
 from sparkdraft.operate.forecast.machine import (
     FOLDER,
-    CpuRates,
-    MatmulRate,
     find_machine,
     fit,
     known_machines,
