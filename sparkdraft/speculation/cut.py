@@ -2,9 +2,9 @@
 
 Before a draft is verified, one thing is known of it: its gap, which is how far its score stands above the others
 (engine/sampler.py). The chance that it is accepted, if all before it were, is sigmoid(slope * gap + base + the offset
-of its position). The fit begins with a guess and follows the target's decisions. Each parameter moves by its share of the
-error over the information that it has gathered so far, as in a Kalman filter without its cross terms, so it settles and
-still follows a text that changes.
+of its position). The fit begins with a guess and follows the target's decisions. Each parameter moves by its share of
+the error over the information that it has gathered so far, as in a Kalman filter without its cross terms, so it settles
+and still follows a text that changes.
 
 A draft is committed if it and all before it are accepted; that chance is its survival. At a rate of r tokens a second
 the first k drafts, which take t seconds to verify, pay if their survivals add up to more than r * t: the rule by which
