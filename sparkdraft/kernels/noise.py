@@ -1,4 +1,4 @@
-"""Gumbel-max coupling: a row draws the id with the largest logit / temperature + Gumbel noise, by fixed dice.
+"""Gumbel-max coupling: a row draws the id with the largest logit / temperature + Gumbel noise.
 
 Noise is a function of (seed, position, id) alone, so a seeded request writes the same text in any batch, after a
 preemption, and with or without drafts. A drafter adds the target's noise to its own logits, which couples the two

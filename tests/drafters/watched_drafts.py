@@ -21,7 +21,7 @@ from sparkdraft.cache.formats.turboquant import CaptureLayer, CodedLayerKV
 from sparkdraft.cache.windows import WindowLayer
 from sparkdraft.drafters.assistant import Assistant
 from sparkdraft.drafters.drafter import Anchors, Pick, Score
-from sparkdraft.kernels.turboquant.attention import is_uncoded
+from sparkdraft.kernels.reference.turboquant import is_uncoded
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
 from sparkdraft.models.common.kv import LayerKV

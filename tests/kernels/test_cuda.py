@@ -20,9 +20,9 @@ from sparkdraft.kernels import cuda, reference
 from sparkdraft.kernels.cuda import elementwise
 from sparkdraft.kernels.cuda.attention import paged
 from sparkdraft.kernels.cuda.linear import few_rows
-from sparkdraft.kernels.cuda.linear.argmax import argmax as cuda_argmax
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu
+from sparkdraft.kernels.cuda.sampling.argmax import argmax as cuda_argmax
 from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, AttentionParams, AttentionView, Norm, RopeArgs
 from tests.kernels.ahead_of_time import GPUS, spilled_bytes
 from tests.kernels.triton_device import (

@@ -17,8 +17,8 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.cuda.linear import argmax
 from sparkdraft.kernels.cuda.runtime import pdl
+from sparkdraft.kernels.cuda.sampling import argmax
 from sparkdraft.kernels.ops import SILU, WIDEST, AttentionParams, AttentionView, CutTerms, RopeArgs
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch
 from tests.kernels.ahead_of_time import empty as made

@@ -29,10 +29,9 @@ from sparkdraft.kernels.cuda.attention.turboquant.levels import as_they_lie, in_
 from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
-from sparkdraft.kernels.turboquant.codes import pack, unpack
 from sparkdraft.kernels.turboquant.layout import PLANES
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
-from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat
+from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat, pack, unpack
 from tests.kernels.ahead_of_time import GPUS, LIMIT, Launch, captured_launches, check_order, compile_launch, empty
 from tests.kernels.triton_device import (
     DEVICE,

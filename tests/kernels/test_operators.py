@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,3 +34,16 @@ def test_one_signature(name: str) -> None:
     wanted = parameters(getattr(ops.Ops, name))
     backends: list[ModuleType] = [reference, native, cuda]
     assert {m.NAME: parameters(getattr(m, name)) for m in backends} == {m.NAME: wanted for m in backends}
+
+
+def test_the_table_names_every_operator_and_files_that_exist() -> None:
+    folder = Path(ops.__file__).parent
+    named, missing = set[str](), []
+    for line in (folder / "README.md").read_text().splitlines():
+        if line.startswith("| `"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            named.update(re.findall(r"`(\w+)`", cells[0]))
+            for backend, cell in zip(("reference", "native", "cuda"), cells[1:], strict=True):
+                missing += [f"{backend}/{file}" for file in re.findall(r"`(.+?)`", cell)]
+    assert named == {*OPERATORS, "Graph", "sampler", "compiler"}
+    assert [each for each in missing if not (folder / each).exists()] == []

@@ -13,18 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.kernels.turboquant.attention import (
-    Part,
-    attend_codes,
-    attend_uncoded,
-    is_uncoded,
-    merge,
-)
+from sparkdraft.kernels.reference.turboquant import Part, attend_codes, attend_uncoded, is_uncoded, merge
 from sparkdraft.kernels.turboquant.codebook import codebook
-from sparkdraft.kernels.turboquant.codes import from_middle, pack, unpack
 from sparkdraft.kernels.turboquant.layout import PLANES, block_width, plane_bytes, token_bytes, vector_bytes
 from sparkdraft.kernels.turboquant.rotation import Rotation
-from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat
+from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat, from_middle, pack, unpack
 
 DIMS = (64, 128, 256, 512)
 NORMAL = {  # the textbook levels of a normal, to which those of a sphere tend with its dimension

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.ops import AttentionParams, AttentionView
+from sparkdraft.kernels.reference.turboquant import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.layout import PLANES, token_bytes
-from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout, planes
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
 

@@ -1,4 +1,4 @@
-"""The operators of kernels/reference as Triton kernels for NVIDIA GPUs: same names, signatures, meaning.
+"""The operators of `ops.Ops` as Triton kernels for NVIDIA GPUs.
 
 Every launch is shaped by host integers alone and reads lengths on the device, so a recording (a CUDA graph) stays
 right while they change; a shape must have run once before its recording, because Triton loads what it has
@@ -25,7 +25,7 @@ from sparkdraft.kernels.cuda.recurrent.delta_steps import delta_rule
 from sparkdraft.kernels.cuda.recurrent.layer import causal_conv, find_states, gated_norm
 from sparkdraft.kernels.cuda.runtime import compiling as compiler
 from sparkdraft.kernels.cuda.runtime.graph import Graph
-from sparkdraft.kernels.cuda.sampling.gaps import best_gap, largest_gap
+from sparkdraft.kernels.cuda.sampling.argmax import best_gap, largest_gap
 from sparkdraft.kernels.cuda.sampling.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
 from sparkdraft.kernels.reference import concat, embed, find_pages, keep_float_experts, keep_float_matrix
 

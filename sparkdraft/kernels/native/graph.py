@@ -1,9 +1,9 @@
-"""A function's kernel calls, recorded once and run again by a single call into C: what a CUDA graph is to a GPU.
+"""A function's kernel calls, captured once and run again by a single call into C: what a CUDA graph is to a GPU.
 
-While a function is recorded, the arguments of the kernels it calls are written down, and nothing is computed; all that
+While a function is captured, the arguments of the kernels it calls are written down, and nothing is computed; all that
 the kernels allocate stays allocated, so that the addresses stay true. Inputs must therefore live at fixed addresses.
-Recordings of one owner, of which one runs at a time, lay what they allocate over each other, so a hundred shapes take
-the memory of the largest. A torch operator that computes would be missing from the replay: it makes the recording fail,
+Graphs of one owner, of which one runs at a time, lay what they allocate over each other, so a hundred shapes take
+the memory of the largest. A torch operator that computes would be missing from the replay: it makes the capture fail,
 with its name.
 """
 
@@ -28,7 +28,7 @@ KERNELS = (
     *("find_states", "causal_conv", "delta_rule", "gated_norm", "sigmoid_gate"),
 )
 MOST_INTEGERS, MOST_REALS = 14, 2  # these and the order of KERNELS as in replay.cpp
-# What may be asked of a tensor while a recording is made: its memory and its shape. None of these computes anything.
+# What may be asked of a tensor during a capture: its memory and its shape. None of these computes anything.
 SHAPES = {"__get__", "dim", "size", "numel", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous"}
 HARMLESS = {"empty", "view", "split", "__getitem__", "__len__"} | SHAPES
 
@@ -38,7 +38,7 @@ ALIGN = 16  # floats: a cache line
 
 
 class Arena:
-    """Memory for the outputs of a recording's kernels, handed out from its beginning to each recording anew."""
+    """Memory for the outputs of a graph's kernels, handed out from its beginning to each graph anew."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
@@ -67,11 +67,11 @@ class _Call(ctypes.Structure):
     _fields_ = (("kernel", ctypes.c_int64), ("integers", _Integers), ("reals", _Reals))
 
 
-_current: Graph | None = None  # the recording that is being made
+_current: Graph | None = None  # the graph that is being captured
 
 
 def empty(rows: int, width: int) -> Tensor:
-    """A kernel's output; that of a recorded one stays where it is, since its address is in there."""
+    """A kernel's output; that of a captured one stays where it is, since its address is in there."""
     if _current is None:
         return torch.empty(rows, width)
     return _current.arena.take(rows * width).view(rows, width)
@@ -88,7 +88,7 @@ class Graph:
     def __init__(self, run: Callable[[], Tensor], beside: Graph | None = None) -> None:
         """Calls 'run' once, which computes nothing: 'output' is filled by `replay`. Raises CannotCapture.
 
-        beside: an earlier recording of the same owner, whose memory this one shares: only one replays at a time.
+        beside: an earlier graph of the same owner, whose memory this one shares: only one replays at a time.
         """
         self.kept: list[object] = []
         self.arena: Arena = beside.arena if beside else Arena()
@@ -100,7 +100,7 @@ class Graph:
 
     @property
     def kernels(self) -> list[str]:
-        """The names of the recorded calls, in order."""
+        """The names of the captured calls, in order."""
         return [KERNELS[call.kernel] for call in self._array]
 
     def replay(self) -> Tensor:
@@ -110,11 +110,11 @@ class Graph:
 
 
 @contextmanager
-def _recorders(recording: Graph, calls: list[_Call]) -> Iterator[None]:
+def _recorders(graph: Graph, calls: list[_Call]) -> Iterator[None]:
     """In place of the kernels, as long as it is entered."""
     global _current
     originals = {name: getattr(c, f"sd_{name}") for name in KERNELS}
-    _current = recording
+    _current = graph
     for number, name in enumerate(KERNELS):
         setattr(c, f"sd_{name}", _recorder(calls, number))
     try:

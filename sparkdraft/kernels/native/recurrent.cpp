@@ -5,7 +5,7 @@
 // columns of S do not know each other. Replayed and run rows change S by the one function `update`.
 //
 // Tasks run side by side. Heads that share a key head share its ring of keys, which is long enough that nobody writes
-// to a position that another may still replay (record_ring in kernels/reference/recurrent.py).
+// to a position that another may still replay (record_ring in kernels/ops.py).
 
 #include <algorithm>
 #include <cmath>

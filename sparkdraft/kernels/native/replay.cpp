@@ -1,6 +1,6 @@
 // Runs a recorded list of kernel calls one after the other: what a CUDA graph is to a GPU.
 // A decoding step makes some 270 calls of a few microseconds each, and coming from Python every one of them costs as
-// much again; recorded once (recording.py), the step is a single call. What is in the list is Python's business.
+// much again; recorded once (graph.py), the step is a single call. What is in the list is Python's business.
 
 #include <cstdint>
 
@@ -42,7 +42,7 @@ enum Kernel : int64_t {
     SIGMOID_GATE
 };
 
-struct Recorded {  // both mirrored in recording.py
+struct Recorded {  // both mirrored in graph.py
     int64_t kernel;
     int64_t a[14];   // pointers and integers, in the kernel's order
     double real[2];  // its floating-point arguments, which come last

@@ -1,0 +1,1 @@
+"""Attention over the paged cache: exact keys and values (paged.py), and TurboQuant codes (turboquant/)."""

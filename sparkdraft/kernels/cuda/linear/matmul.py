@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.cuda.elementwise import gated, rms_norm
 from sparkdraft.kernels.cuda.linear import few_rows
-from sparkdraft.kernels.cuda.linear.argmax import argmax
+from sparkdraft.kernels.cuda.sampling.argmax import argmax
 from sparkdraft.kernels.ops import Activation, Norm, Normed
 from sparkdraft.weights.linear import Linear, WeightTiles
 

@@ -5,9 +5,9 @@
     sum                  W tile . x tile^T, added up over 'in' in order  ->  float32 [lines, rows]
 
 'in' is gone through in order, so a number depends on its own line and row alone. Floats of x's own type are multiplied
-as they are (LEVELS "plain"). Codes (weights/plane_layout.py) become numbers in registers (decode.py). A group's scale
-multiplies the float32 sum of its group, which rounds nothing; that of e2m1 multiplies the weights, which is exact too.
-An offset multiplies the sum of x over its group, which a dot with ones makes in the layout of the other sums.
+as they are (LEVELS "plain"). Codes (weights/plane_layout.py) become numbers in registers (dequantise.py). A group's
+scale multiplies the float32 sum of its group, which rounds nothing; that of e2m1 multiplies the weights, which is exact
+too. An offset multiplies the sum of x over its group, which a dot with ones makes in the layout of the other sums.
 
 With SLICES the warps of a program share 'in' instead of its lines: each takes every so many-th tile, as a batch of dots
 of its own, and their sums are added at the end, in order. So a program may have as few as 16 lines, and all its warps

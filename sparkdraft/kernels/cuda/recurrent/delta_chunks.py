@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.cuda.attention.ragged import count_tiles, find_tile
 from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.recurrent.layer import count_tiles, find_tile
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter

@@ -1,9 +1,13 @@
-"""What stands around the rule of a recurrent layer: its slots, its convolution, and the norm and gate after it.
+"""The operators around a recurrent layer's delta rule: state slots, the convolution, and the norm and gate after it.
 
 A program of the convolution takes some channels of up to 16 rows of one sequence: all of them, or more than the
 convolution is wide. Rows of the step are read from x, earlier ones from the ring. So only a sequence's first tile reads
 the ring, and it alone writes it, after it has read: no other program of the launch touches that part of the ring. A
 number is made by the same operations wherever its row lies.
+
+Launches are shaped by the number of all rows alone, so a program finds its sequence on the device (`find_tile`).
+Sequence s owns the programs from query_start[s] // TILE + EXTRA * s on. Its n rows make at most n // TILE + EXTRA tiles
+(EXTRA 1 where tiles begin at its first row, 2 where they lie anywhere), so it has enough; the rest have no rows.
 """
 
 from __future__ import annotations
@@ -13,11 +17,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.cuda.attention.ragged import count_tiles, find_tile
 from sparkdraft.kernels.cuda.elementwise import TILE as ELEMENTS
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.pdl import enter
 from sparkdraft.kernels.ops import AttentionView, RecurrentState
+
+
+@triton.jit
+def find_tile(number, query_start, seqs, TILE: tl.constexpr, EXTRA: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The sequence of program 'number', and which of its tiles it is."""
+    s = tl.arange(0, BLOCK_S)
+    start = tl.load(query_start + s, mask=s < seqs, other=0)
+    offset = start // TILE + EXTRA * s
+    sequence = tl.sum(((offset <= number) & (s < seqs)).to(tl.int32), 0) - 1
+    return sequence, number - (tl.load(query_start + sequence) // TILE + EXTRA * sequence)
+
+
+def count_tiles(rows: int, seqs: int, tile: int, extra: int) -> int:
+    return rows // tile + extra * seqs
+
 
 MOST_ROWS = 16  # of a tile; more than a convolution is wide
 BLOCK_C = 256  # channels of a tile

@@ -1,7 +1,7 @@
-"""A function's launches as a CUDA graph: recorded once, replayed by one launch.
+"""A function's launches as a CUDA graph: captured once, replayed by one launch.
 
 Inputs must live at fixed addresses and lengths be read on the device, as they are in all of these kernels. All
-recordings take their memory from one pool: what lies between their inputs and outputs is dead when a replay has ended,
+graphs take their memory from one pool: what lies between their inputs and outputs is dead when a replay has ended,
 and replays follow each other.
 """
 
@@ -38,7 +38,7 @@ class Graph:
         """run: has run before, which compiled and loaded what a capture may not. Nothing is computed: 'output' is
         filled by `replay`.
 
-        beside: an earlier recording of the same owner; here all share their memory, whoever owns them.
+        beside: an earlier graph of the same owner; here all share their memory, whoever owns them.
         """
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()

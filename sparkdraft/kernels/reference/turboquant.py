@@ -1,22 +1,29 @@
-"""Writing to a coded layer and attending to it, in plain torch: the definition that its kernels are tested against.
+"""Writing to a TurboQuant layer and attending to it, in plain torch: the definition that kernels are tested against.
 
-Both depend on a row's own position and slot alone, not on the rows it is run with, to the bit: attention is computed
-for tiles of TILE positions, in the same shapes whichever of their rows are there, since a matrix product's last bits
-depend on its shape. That a block has a page as long as one of its keys must be read uncoded, and that rejected rows are
-written anew before anybody reads them, is left to the caller. It favours clearness over speed.
+Nothing is decoded. The query is rotated once instead of every key; a key's scale multiplies its finished dot product, a
+value's scale its probability; what has been summed in rotated space is rotated back once. Codes and uncoded rows are
+attended to apart and joined by their log-sum-exp.
+
+    positions      0 .. first | ........ coded ........ | recent .. p        of a row at position p:
+                   uncoded                                uncoded            each row has its own border
+
+A row's result depends on its own position and slot alone, to the bit: attention is computed for tiles of TILE
+positions, in the same shapes whichever of their rows are there, since a matrix product's last bits depend on its shape.
+The caller keeps a page for every block with keys that must be read uncoded, and rewrites rejected rows before they are
+read.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparkdraft.kernels.ops import AttentionParams, AttentionView
-from sparkdraft.kernels.turboquant.attention import Part, attend_codes, attend_uncoded, is_uncoded, merge
 from sparkdraft.kernels.turboquant.store import CodedLayer, planes
-from sparkdraft.kernels.turboquant.vectors import Encoded
+from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat
 
 TILE = 64  # positions from a multiple of it on
 
@@ -137,3 +144,75 @@ def _attend_pages(layer: CodedLayer, q: Tensor, places: Places, scale: float) ->
 
 def _by_head(x: Tensor) -> Tensor:  # [keys, kv_heads, n] -> [kv_heads, 1, keys, n], for every query of a group
     return x.transpose(0, 1).unsqueeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Attention over some of the keys."""
+
+    out: Tensor  # [..., rows, dim], normalised over these keys; 0 in a row that sees none of them
+    lse: Tensor  # [..., rows], the logarithm of the sum of exponentials of its scores; -inf in such a row
+
+
+def is_uncoded(position: Tensor, key: Tensor, first: int, recent: int) -> Tensor:
+    """Whether a row reads a key uncoded: one of the first positions, or of the most recent, itself included.
+
+    position [rows, 1] and key [keys] -> bool [rows, keys]. Says nothing of what a row may see at all.
+    """
+    return (key < first) | (position - key < recent)
+
+
+def attend_codes(
+    q: Tensor,  # [..., rows, dim]
+    keys: Encoded,  # of [..., keys, dim], centred or not: a centre is the same for all keys, and cancels
+    values: Encoded,
+    key_format: VectorFormat,
+    value_format: VectorFormat,
+    scale: float,
+    seen: Tensor,  # bool [rows, keys]
+) -> Part:
+    weights, lse = _softmax(code_scores(q, keys, key_format) * scale, seen)
+    return Part(code_values(weights, values, value_format), lse)
+
+
+def attend_uncoded(
+    q: Tensor,  # [..., rows, dim]
+    k: Tensor,  # [..., keys, dim], less the centre where the codes beside them are centred: all scores share one zero
+    v: Tensor,
+    scale: float,
+    seen: Tensor,  # bool [rows, keys]
+) -> Part:
+    q, k, v = (x if q.dtype == torch.float64 else x.float() for x in (q, k, v))
+    weights, lse = _softmax(q @ k.transpose(-1, -2) * scale, seen)
+    return Part(weights @ v, lse)
+
+
+def merge(parts: list[Part]) -> Part:
+    """Attention over all the keys of all the parts."""
+    lse = torch.stack([p.lse for p in parts])
+    total = lse.logsumexp(0)  # -inf where a row sees nothing in any of them
+    share = (lse - total.where(total > -torch.inf, 0)).exp()
+    out = sum(p.out * w.unsqueeze(-1) for p, w in zip(parts, share, strict=True))
+    assert isinstance(out, Tensor)
+    return Part(out, total)
+
+
+def code_scores(q: Tensor, keys: Encoded, fmt: VectorFormat) -> Tensor:  # -> [..., rows, keys]
+    """q . k for every key, up to the constant that a centre leaves out. Scales come after the dot products."""
+    turned = fmt.rotation.forward(q).unflatten(-1, (fmt.num_blocks, fmt.width))
+    dots = torch.einsum("...rbw,...kbw->...rkb", turned, fmt.unit(keys, turned.dtype))
+    return (dots * keys.scale.to(dots.dtype).unsqueeze(-3)).sum(-1)
+
+
+def code_values(weights: Tensor, values: Encoded, fmt: VectorFormat) -> Tensor:  # [..., rows, keys] -> [..., rows, dim]
+    """The weighted sum of values. Scales go into the weights, and the sum is rotated back."""
+    scaled = weights.unsqueeze(-1) * values.scale.to(weights.dtype).unsqueeze(-3)  # [..., rows, keys, blocks]
+    mixed = torch.einsum("...rkb,...kbw->...rbw", scaled, fmt.unit(values, weights.dtype))
+    return fmt.rotation.inverse(mixed.flatten(-2))
+
+
+def _softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of the seen keys, and their log-sum-exp; a row that sees nothing weighs nothing."""
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.where(lse > -torch.inf, 0).unsqueeze(-1)).exp(), lse
