@@ -1,7 +1,7 @@
 """The operators of `ops.Ops` as Triton kernels for NVIDIA GPUs.
 
-Every launch is shaped by host integers alone and reads lengths on the device, so a recording (a CUDA graph) stays
-right while they change; a shape must have run once before its recording, because Triton loads what it has
+Every launch is shaped by host integers alone and reads lengths on the device, so a captured CUDA graph stays
+right while they change; a shape must have run once before its capture, because Triton loads what it has
 compiled on first use. Sampling and the layout of the cache belong to others.
 """
 

@@ -49,7 +49,7 @@ _SIGNATURES = {
     "sd_sigmoid_gate": (*(c_void_p, c_int64) * 2, *(c_int64,) * 3),
 }
 
-c = SimpleNamespace()  # the C functions by name, once loaded; while a recording is made, their recorders
+c = SimpleNamespace()  # the C functions by name, once loaded; during a capture, their recorders
 _reason: str | None = None
 
 

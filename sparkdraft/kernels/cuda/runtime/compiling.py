@@ -2,10 +2,10 @@
 
 Triton compiles a kernel where it is first launched, and the launch waits: one after the other, each up to a few
 seconds' work of one core, and a model's steps launch fifty. `compile_ahead` captures steps as if they were to be
-recorded (recording.py). What torch launches goes into the capture, what Triton launches goes to threads that compile
+captured (graph.py). What torch launches goes into the capture, what Triton launches goes to threads that compile
 it, and the capture is thrown away: nothing runs on the GPU, and nothing is written.
 
-A step must bear that, beyond what a recording asks of it: it has not run before. Tensors that it makes once and keeps
+A step must bear that, beyond what a capture asks of it: it has not run before. Tensors that it makes once and keeps
 are device constants (weights/constants.py), which are made outside of the capture. What else it leaves behind on the
 host, the next run must replace. A step that fails here is compiled where it is launched, and `compiled_late` says why.
 """
@@ -89,7 +89,7 @@ def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
 def _thrown_away() -> Iterator[None]:
     """What is launched within is captured, and the capture is dropped, with its memory.
 
-    It may do what only a first run does, as to load a library: hence "relaxed". Its memory is no recording's, so that
+    It may do what only a first run does, as to load a library: hence "relaxed". Its memory is no graph's, so that
     a failure does not touch theirs. The workspace that cuBLAS asks for on its stream stays: torch holds it, and
     recordings, which are made on the same stream, read and write it.
     """
