@@ -28,7 +28,6 @@ from sparkdraft.models.registry import read_config
 from sparkdraft.operate.bench.shapes import TARGET_FILES, shape
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
-from sparkdraft.weights import checkpoint
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.plane_layout import StoredBytes
 from sparkdraft.weights.quant.stored import as_float
@@ -293,7 +292,7 @@ def test_tables_say_where_heads_are_read() -> None:
 
 
 def test_a_head_needs_no_fetching(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(checkpoint, "read_config_json", lambda repo: TARGET_FILES["qwen3.5-27b"])
+    monkeypatch.setattr("sparkdraft.cli.models.read_config_json", lambda repo: TARGET_FILES["qwen3.5-27b"])
     assert find_published("Qwen/Qwen3.8-27B") == ""
     assert "Qwen/Qwen3.8-27B is an MTP head in the model's own file" in capsys.readouterr().err
     assert find_published("Qwen/Qwen3.5-27B") == "z-lab/Qwen3.5-27B-DFlash"
