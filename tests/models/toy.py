@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV
 from sparkdraft.kernels.ops import GELU_TANH, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import (
     Attention,
@@ -35,6 +34,7 @@ from sparkdraft.models.common.blocks import (
 )
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.experts import load_experts
+from sparkdraft.models.common.kv import LayerKV
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeSpec
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import Linear
