@@ -251,7 +251,7 @@ def test_a_head_is_found_by_itself(dense: Path) -> None:
 
 
 def test_a_head_that_is_not_whole_is_passed_over(dense: Path, tmp_path: Path) -> None:
-    drafter, (note,) = chosen(changed(dense, tmp_path / "broken", without("mtp.fc.weight")))
+    drafter, (note,), _ = chosen(changed(dense, tmp_path / "broken", without("mtp.fc.weight")))
     assert drafter is None and note.name == "the MTP head in the model's file is passed over"
     assert "mtp.fc.weight is missing" in note.reason
 
@@ -272,13 +272,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_dflash_is_preferred_and_the_head_is_named(dense: Path, cache: Path) -> None:
     """Whatever the figures say: they are others' and of different prompts."""
-    drafter, (note,) = chosen(dense)
+    drafter, (note,), _ = chosen(dense)
     assert drafter and drafter.caps.name == "mtp" and "4.5 tokens per step (another figure)" in note.reason
     assert "no other drafter is in the hub's cache: `sparkdraft pull z-lab/Tiny-DFlash` fetches" in note.reason
     put(cache, "z-lab/Tiny-DFlash", body("ff", hidden_size=64, num_attention_heads=2))
     config = json.loads((next(cache.rglob("config.json"))).read_text())
     (next(cache.rglob("config.json"))).write_text(json.dumps(config | {"num_target_layers": 4}))
-    drafter, (note,) = chosen(dense)
+    drafter, (note,), _ = chosen(dense)
     assert drafter and drafter.caps.name == "dflash" and note.name == "drafting with z-lab/Tiny-DFlash"
     assert "--drafter mtp takes the head in the model's own file; --drafter none goes without" in note.reason
     assert head_of(load(dense, drafter="mtp", spec="auto"))
