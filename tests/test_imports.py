@@ -58,7 +58,8 @@ NO_TORCH = [
     "models.common.kv",
     "models.common.layers",
     "models.common.sizes",
-    "models.registry",  # and with it every architecture: reading a config.json needs no torch
+    # every architecture: reading a config.json needs no torch
+    *(f"models.{path.stem}" for path in (PACKAGE / "models").glob("*.py") if path.stem != "__init__"),
     "cli.cluster",
     "cli.exchange",
     "cli.models",

@@ -33,9 +33,8 @@ from sparkdraft.drafters.base import (
 from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
 from sparkdraft.models import gemma4
 from sparkdraft.models.common.config import FINAL, ModelConfig, need
-from sparkdraft.models.common.keys import check_keys, only_values, refused
+from sparkdraft.models.common.keys import OUTER, check_keys, only_values, refused
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec
-from sparkdraft.models.common.nested import OUTER
 from sparkdraft.models.common.sizes import count, layer_matrices
 from sparkdraft.models.common.tensors import SANDWICH, ends, gated, projections, weights
 

@@ -25,7 +25,7 @@ from sparkdraft.engine.machine import detect, native_problem, plan_here
 from sparkdraft.engine.profile import Subject, pick_up
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.config import ModelConfig
-from sparkdraft.models.common.nested import unread_names
+from sparkdraft.models.common.keys import unread_names
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.resolve import model_bytes
 from sparkdraft.plan.weight_formats import drafter_at_load, quantised_at_load

@@ -1,6 +1,6 @@
 """Gemma 3's text models: norms around each sublayer, five layers with a window to one without, a rotation for each.
 
-Files hold the gains of norms less 1. The pictures of the larger ones are not read (models/common/nested.py).
+Files hold the gains of norms less 1. The pictures of the larger ones are not read (models/common/keys.py).
 """
 
 from __future__ import annotations
@@ -10,17 +10,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.kernels.ops import GELU_TANH, Ops
-from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, layer_count, need, softcap_of
-from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.config import (
+    FULL,
+    SLIDING,
+    ModelConfig,
+    attention_of,
+    decoder_config,
+    every_nth_full,
+    layer_count,
+    need,
+    softcap_of,
+    types_of,
+    window_of,
+    windows_of,
+)
+from sparkdraft.models.common.keys import check_keys, only_values, text_config
 from sparkdraft.models.common.layers import DenseSpec, LayerSpec
-from sparkdraft.models.common.nested import text_config
-from sparkdraft.models.common.windows import FULL, SLIDING, every_nth_full, types_of, window_of, windows_of
 from sparkdraft.util.fields import mapping, real, whole
 
 if TYPE_CHECKING:
     from sparkdraft.models.common.blocks import Decoder
     from sparkdraft.weights.loader import Loader
 
+MODEL_TYPES = ("gemma3", "gemma3_text")
 READ = "query_pre_attn_scalar final_logit_softcapping rope_local_base_freq sliding_window_pattern"
 
 DEFAULTS = {  # of transformers, which published files leave out

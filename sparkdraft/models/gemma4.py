@@ -2,7 +2,7 @@
 
 Full layers have larger heads and fewer K/V heads, and take their values from the key projection. Layers of the 26B have
 experts beside their MLP. What E2B and E4B have besides (an input per layer, shared keys and values) is refused, and
-pictures and sounds are not read (models/common/nested.py).
+pictures and sounds are not read (models/common/keys.py).
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.core import UserError
 from sparkdraft.kernels.ops import GELU_TANH, Ops
 from sparkdraft.models.common.config import (
+    FULL,
+    SLIDING,
     ModelConfig,
     attention_of,
     decoder_config,
+    every_nth_full,
     experts_of,
     layer_count,
     need,
     softcap_of,
+    types_of,
+    window_of,
+    windows_of,
 )
-from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.keys import check_keys, only_values, text_config
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.models.common.nested import text_config
-from sparkdraft.models.common.windows import FULL, SLIDING, every_nth_full, types_of, window_of, windows_of
 from sparkdraft.util.fields import flag, mapping
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from sparkdraft.models.common.sandwich import Sublayer
     from sparkdraft.weights.loader import Loader
 
+MODEL_TYPES = ("gemma4", "gemma4_text")
 READ = """
     attention_k_eq_v per_layer_config global_head_dim num_global_key_value_heads final_logit_softcapping
     enable_moe_block num_experts top_k_experts moe_intermediate_size use_double_wide_mlp vocab_size_per_layer_input

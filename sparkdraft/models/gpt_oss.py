@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdraft.kernels.ops import Activation, Ops
 from sparkdraft.models import llama
-from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
+from sparkdraft.models.common.config import (
+    ModelConfig,
+    attention_of,
+    decoder_config,
+    every_nth_full,
+    experts_of,
+    layer_count,
+    need,
+    types_of,
+    window_of,
+    windows_of,
+)
 from sparkdraft.models.common.keys import check_keys, only_values
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.models.common.windows import every_nth_full, types_of, window_of, windows_of
 from sparkdraft.util.fields import real
 
 if TYPE_CHECKING:
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
     from sparkdraft.models.common.experts import Experts
     from sparkdraft.weights.loader import Loader
 
+MODEL_TYPES = ("gpt_oss",)
 READ = "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit initial_context_length"
 THETA = 150000.0
 YARN = {

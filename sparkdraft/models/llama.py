@@ -11,15 +11,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.kernels.ops import Ops
-from sparkdraft.models.common.config import ModelConfig, dense_config
+from sparkdraft.models.common.config import ModelConfig, dense_config, refuse_windows
 from sparkdraft.models.common.keys import check_keys, only_values
 from sparkdraft.models.common.layers import ExpertsSpec
-from sparkdraft.models.common.windows import refuse_windows
 
 if TYPE_CHECKING:
     from sparkdraft.models.common.blocks import Decoder
     from sparkdraft.models.common.experts import LoadExperts
     from sparkdraft.weights.loader import Loader
+
+MODEL_TYPES = ("llama",)
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:

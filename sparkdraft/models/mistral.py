@@ -7,10 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
-from sparkdraft.models.common.config import ModelConfig, dense_config, layer_count
+from sparkdraft.models.common.config import (
+    FULL,
+    SLIDING,
+    ModelConfig,
+    dense_config,
+    layer_count,
+    types_of,
+    window_of,
+    windows_of,
+)
 from sparkdraft.models.common.keys import check_keys, only_values
-from sparkdraft.models.common.windows import FULL, SLIDING, types_of, window_of, windows_of
 
+MODEL_TYPES = ("mistral",)
 WINDOW = 4096  # where the key is left out; null means that there is none
 
 build = llama.build  # windows are in the layers' specs

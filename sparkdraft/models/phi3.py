@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
-from sparkdraft.models.common.config import ModelConfig, dense_config, layer_count
+from sparkdraft.models.common.config import ModelConfig, dense_config, layer_count, window_of
 from sparkdraft.models.common.keys import check_keys, only_values, refused, rope_of
-from sparkdraft.models.common.windows import window_of
+
+MODEL_TYPES = ("phi3",)
 
 build = llama.build  # blocks find a fused matrix by its name
 

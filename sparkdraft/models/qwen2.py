@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
-from sparkdraft.models.common.config import ModelConfig, dense_config, layer_count
+from sparkdraft.models.common.config import ModelConfig, dense_config, layer_count, qwen_windows
 from sparkdraft.models.common.keys import check_keys, only_values
 from sparkdraft.models.common.layers import AttentionSpec
-from sparkdraft.models.common.windows import qwen_windows
+
+MODEL_TYPES = ("qwen2",)
 
 build = llama.build  # biases and windows are in the layers' specs
 

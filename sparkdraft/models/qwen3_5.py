@@ -11,9 +11,10 @@ from typing import Any
 
 from sparkdraft.models import qwen3_next
 from sparkdraft.models.common.config import ModelConfig, decoder_config, need
-from sparkdraft.models.common.keys import check_keys
+from sparkdraft.models.common.keys import check_keys, text_config
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.models.common.nested import text_config
+
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 build = qwen3_next.build
 MROPE = ("mrope_section", "mrope_interleaved")

@@ -7,11 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
-from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, expert_layers, experts_of, need
+from sparkdraft.models.common.config import (
+    ModelConfig,
+    attention_of,
+    decoder_config,
+    expert_layers,
+    experts_of,
+    need,
+    refuse_windows,
+)
 from sparkdraft.models.common.keys import check_keys, only_values
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.models.common.windows import refuse_windows
 from sparkdraft.util.fields import flag
+
+MODEL_TYPES = ("qwen3_moe",)
 
 build = llama.build  # norms and experts are in the layers' specs
 READ = """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.core import UserError
 from sparkdraft.kernels.ops import Ops
 from sparkdraft.models.common.config import (
+    FULL,
     ModelConfig,
     attention_of,
     decoder_config,
@@ -19,16 +20,17 @@ from sparkdraft.models.common.config import (
     experts_of,
     layer_count,
     need,
+    types_of,
 )
 from sparkdraft.models.common.keys import check_keys, only_values
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
-from sparkdraft.models.common.windows import FULL, types_of
 from sparkdraft.util.fields import flag, whole
 
 if TYPE_CHECKING:
     from sparkdraft.models.common.blocks import Decoder
     from sparkdraft.weights.loader import Loader
 
+MODEL_TYPES = ("qwen3_next",)
 RECURRENT = "linear_attention"
 INTERVAL = 4  # every so many layers one has attention
 ROTATED = 0.25  # share of a head's lanes that turn
@@ -87,7 +89,7 @@ def build(config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:
     from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
     from sparkdraft.models.common.delta_net import DeltaNet
     from sparkdraft.models.common.experts import load_experts
-    from sparkdraft.models.common.nested import leave_others, text_prefix
+    from sparkdraft.models.common.keys import leave_others, text_prefix
     from sparkdraft.models.common.rope import RopeTables
 
     prefix, ropes = text_prefix(load), RopeTables(context, load.device)

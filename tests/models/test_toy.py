@@ -30,10 +30,9 @@ PARAMS = [SamplingParams(40 + 9 * k, temperature=0.9 * (k % 2), seed=k, ignore_e
 
 @pytest.fixture(scope="module", autouse=True)
 def known() -> Iterator[None]:
-    """What a line in models/registry.py does for a published architecture."""
-    registry.ARCHITECTURES["toy"] = toy
+    registry.register(toy)
     yield
-    del registry.ARCHITECTURES["toy"]
+    del registry._known["toy"]
 
 
 @pytest.fixture(scope="module")

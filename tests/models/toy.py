@@ -41,6 +41,7 @@ from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from tests.models.tiny import byte_tokenizer
 
+MODEL_TYPES = ("toy",)
 CONFIG: dict[str, Any] = {
     "model_type": "toy",
     "hidden_size": 64,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.cuda.linear.planes import as_coded
 from sparkdraft.models.common.config import uniform_config
-from sparkdraft.models.common.nested import unread_names
+from sparkdraft.models.common.keys import unread_names
 from sparkdraft.models.registry import read_config
 from sparkdraft.operate.bench.random_model import FORMS as RANDOM_FORMS
 from sparkdraft.operate.bench.random_model import RandomCheckpoint

@@ -9,10 +9,14 @@ plan tells the user its name (`ModelConfig.unknown_keys`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
 from sparkdraft.util.fields import flag, mapping, real, whole
+
+if TYPE_CHECKING:
+    from sparkdraft.weights.loader import Loader
+
 
 Config = Mapping[str, Any]
 
@@ -146,3 +150,54 @@ def refused(key: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
         f"config.json has {key} {value!r}, which changes what the model computes and is not built here; "
         f"{runs} is supported: use another checkpoint."
     )
+
+
+# ---- models that also see and hear: their text model is one part of the file and of its config.json
+
+
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # the first that the file has
+# What else a file may hold: the prefixes of its tensors, and why it is not loaded ("": drafters/ says so).
+OTHERS = {
+    "the vision tower": (
+        "model.vision_tower. model.embed_vision. model.visual. visual. vision_tower. model.multi_modal_projector. "
+        "multi_modal_projector.",
+        "only text is read",
+    ),
+    "the audio tower": ("model.audio_tower. model.embed_audio. audio_tower.", "only text is read"),
+    "a drafter": ("mtp. model.mtp.", ""),  # drafters/find.py says who drafts
+}
+# Keys beside text_config that do not concern the text.
+OUTER = """
+    text_config vision_config audio_config image_token_id image_token_index video_token_id audio_token_id
+    boi_token_id boi_token_index eoi_token_id eoi_token_index boa_token_id eoa_token_id eoa_token_index
+    vision_start_token_id vision_end_token_id mm_tokens_per_image vision_soft_tokens_per_image
+"""
+
+
+def unread_names(drafts: bool) -> tuple[str, ...]:
+    """Prefixes of the tensors that are not loaded. drafts: a drafter in the target's file is loaded."""
+    return tuple(name for names, reason in OTHERS.values() if reason or not drafts for name in names.split())
+
+
+def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The text model's own config, under the whole file's model_type, and the outer keys that are not known.
+
+    Files with only the text model have no `text_config` and no prefix before its tensors.
+    """
+    if config.get("text_config") is None:
+        return dict(config), ()
+    inner = mapping(config, "text_config")
+    outer = {key: config[key] for key in ("tie_word_embeddings", "model_type") if config.get(key) is not None}
+    text = {**outer, **inner, "model_type": config["model_type"]}
+    return text, check_keys(config, {}, OUTER)
+
+
+def text_prefix(load: Loader) -> str:
+    return next((prefix for prefix in PREFIXES if load.has(f"{prefix}embed_tokens.weight")), PREFIXES[-1])
+
+
+def leave_others(load: Loader) -> None:
+    """Leave the tensors of other parts, with one notice for each part."""
+    for what, (prefixes, reason) in OTHERS.items():
+        if (count := sum(map(load.leave, prefixes.split()))) and reason:
+            load.note(f"{count} tensors of {what} are not loaded", reason, is_choice=True)

@@ -13,9 +13,9 @@ from sparkdraft.kernels.ops import Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, GatedMLP, Step, load_head, load_norm
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.experts import Experts
+from sparkdraft.models.common.keys import leave_others, text_prefix
 from sparkdraft.models.common.kv import LayerKV
 from sparkdraft.models.common.layers import LayerSpec
-from sparkdraft.models.common.nested import leave_others, text_prefix
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import ExpertLinear, Linear
 from sparkdraft.weights.loader import Loader
