@@ -88,7 +88,7 @@ def _shapes() -> list[Step]:
 
 STEPS = [
     Step("tests-kernels", 420, _pytest("kernels", processes=14)),
-    Step("tests-engine", 300, _pytest("engine", "cache", "spec", "models", "doctor", processes=8)),
+    Step("tests-engine", 300, _pytest("engine", "cache", "drafters", "speculation", "models", "operate", processes=8)),
     Step("check-speed", 240, "bench check-speed --device cuda"),
     *_shapes(),
     Step("switches-launches", 240, "tools/cuda_switches.py --only join,unit,route"),

@@ -280,7 +280,7 @@ def test_dflash_is_preferred_and_the_head_is_named(dense: Path, cache: Path) -> 
     (next(cache.rglob("config.json"))).write_text(json.dumps(config | {"num_target_layers": 4}))
     drafter, (note,), _ = chosen(dense)
     assert drafter and drafter.caps.name == "dflash" and note.name == "drafting with z-lab/Tiny-DFlash"
-    assert "--drafter mtp takes the head in the model's own file; --drafter none goes without" in note.reason
+    assert "--drafter mtp takes the MTP head in the model's own file; --drafter none goes without" in note.reason
     assert head_of(load(dense, drafter="mtp", spec="auto"))
 
 
