@@ -97,7 +97,7 @@ def test_state() -> None:
 
 DRAWN = """
 import sys
-from sparkdraft import progress as module
+from sparkdraft.util import progress as module
 module.PATIENCE = module.REDRAW = 0.01
 with module.progress("loading") as report:
     report(3, 7)
