@@ -33,9 +33,9 @@ ROOT = Path(__file__).parent.parent.parent
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
-from sparkdraft.operate.bench import bandwidth
+from sparkdraft.operate.forecast import rates
 from sparkdraft.cli.main import main
-bandwidth.SIZE["cpu"] = 16 << 20
+rates.SIZE["cpu"] = 16 << 20
 sys.exit(main(sys.argv[1:]))
 """
 MEMORY = "MemTotal: {total} kB\nMemFree: 100 kB\nMemAvailable: {available} kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
