@@ -256,7 +256,7 @@ def test_a_profile_names_ten_operators_and_ten_gaps(offline: Run) -> None:
         (["--drafter-shape", "dflash-3x", "--synthetic-acceptance", "0.5"], "must be from 1 to 16"),
         (["--drafter-shape", "dflash-3x", "--synthetic-acceptance", "6", "--spec", "4"], "must be from 1 to 5"),
         (["--synthetic-acceptance", "6.5"], "--drafter-shape dflash-5x"),
-        (["--drafter-shape", "eagle-1x"], "known are dflash-5x, dflash-3x"),
+        (["--drafter-shape", "eagle-1x"], "known are mtp, dflash-5x, dflash-3x"),
         (["--drafter-shape", "dflash-3x", "--shape", ""], "goes with a --shape"),
         (["--shape-weights", "int4", "--shape", ""], "--shape-weights goes with a --shape"),
         (["--drafter-shape", "dflash-3x", "--spec", "16"], "drafts at most 15"),

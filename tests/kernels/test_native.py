@@ -501,10 +501,10 @@ def test_recordings_of_one_owner_lie_over_each_other() -> None:
 
 
 def test_an_arena_grows_by_what_does_not_fit() -> None:
-    arena = native.recording.Arena()
-    large = arena.take(3 * native.recording.CHUNK)
+    arena = native.graph.Arena()
+    large = arena.take(3 * native.graph.CHUNK)
     small = arena.take(10)
     assert large.data_ptr() + large.nbytes <= small.data_ptr() or small.data_ptr() + small.nbytes <= large.data_ptr()
     arena.restart()
-    assert arena.take(3 * native.recording.CHUNK).data_ptr() == large.data_ptr()
+    assert arena.take(3 * native.graph.CHUNK).data_ptr() == large.data_ptr()
     assert arena.take(10).data_ptr() == small.data_ptr()

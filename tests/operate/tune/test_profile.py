@@ -192,7 +192,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_engine_runs_with_it_and_says_so(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(backend.BUDGET, "cpu", 0.0)
+    monkeypatch.setitem(backend.WARM_UP_SECONDS, "cpu", 0.0)
     options: dict[str, Any] = {"model": str(tiny), "device": "cpu", "dtype": "float32", "spec": "off"}
     subject = open_model(EngineConfig.of(**options)).subject
     conditions = {"dtype": "float32", "weights": "auto", "graphs": True}
