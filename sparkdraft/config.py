@@ -49,7 +49,7 @@ class EngineConfig:
         0, "most tokens of a prompt and its output together (0: the model's own, or what the KV cache holds)"
     )
     max_seqs: int = option(0, "maximum number of requests that run at once (0: automatic)", also="--max-num-seqs")
-    max_rows: int = option(0, "maximum number of rows per step, prompt chunks and decode rows together (0: automatic)")
+    max_step_tokens: int = option(0, "maximum number of rows per step, prompt chunks and decode rows together (0: automatic)")
     max_step_ms: int = option(
         0,
         "longest step in milliseconds while a prompt is read beside requests that decode; its chunks are cut to fit "
@@ -146,7 +146,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise UserError(f"{name} is '{value}'; it must be one of {', '.join(allowed)}")
-        for name in ("max_model_len", "max_seqs", "max_rows", "max_step_ms", "kv_tokens", "threads"):
+        for name in ("max_model_len", "max_seqs", "max_step_tokens", "max_step_ms", "kv_tokens", "threads"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 (automatic) or positive")
         if not 0 < self.memory_fraction <= 1:

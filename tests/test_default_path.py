@@ -80,14 +80,14 @@ def test_plain_drafted_and_ngram_steps_are_replayed(
     assert not source or source in sources, sources
 
 
-def test_a_parked_drafters_step_is_a_plain_step_and_the_taps(llm: LLM) -> None:
+def test_a_paused_drafters_step_is_a_plain_step_and_the_taps(llm: LLM) -> None:
     plain = LLM("smollm2", spec="off")
     shape = Shape(1, 1, 0, 1)
     assert llm.engine.runner.graphs and plain.engine.runner.graphs
-    parked, alone = (x.engine.runner.graphs.recording(shape).kernels for x in (llm, plain))  # type: ignore[union-attr]
-    taps = len(llm.engine.runner.tap_layers)
-    assert "copy_rows" not in alone and Counter(parked)["copy_rows"] == taps > 0
-    assert [kernel for kernel in parked if kernel != "copy_rows"] == alone
+    paused, alone = (x.engine.runner.graphs.recording(shape).kernels for x in (llm, plain))  # type: ignore[union-attr]
+    num_aux = len(llm.engine.runner.aux_layers)
+    assert "copy_rows" not in alone and Counter(paused)["copy_rows"] == num_aux > 0
+    assert [kernel for kernel in paused if kernel != "copy_rows"] == alone
 
 
 def recipe(target: str) -> list[str]:

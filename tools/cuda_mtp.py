@@ -71,14 +71,14 @@ class Case:
         nobody = SimpleNamespace(embedding=None, head=None)  # the head's tables are its own
         load = Loader(source, DEVICE, DTYPE, ops)
         head = config.build(load, ops, nobody, kv, blocks * BLOCK, streams)  # type: ignore[arg-type]
-        dice = torch.Generator().manual_seed(1)
+        rng = torch.Generator().manual_seed(1)
         vocab, hidden = config.model.vocab_size, config.model.hidden_size
-        order = torch.randperm(streams * blocks, generator=dice).int().view(streams, blocks)
+        order = torch.randperm(streams * blocks, generator=rng).int().view(streams, blocks)
         positions = torch.arange(CONTEXT - 1, dtype=torch.int32)
         slots = order[:, (positions // BLOCK).long()] * BLOCK + positions % BLOCK
         rows = streams * len(positions)
-        states = torch.randn(rows, 1, hidden, generator=dice).to(DEVICE, DTYPE)
-        ids = torch.randint(vocab, (rows,), generator=dice, dtype=torch.int32).to(DEVICE)  # that follow the rows
+        states = torch.randn(rows, 1, hidden, generator=rng).to(DEVICE, DTYPE)
+        ids = torch.randint(vocab, (rows,), generator=rng, dtype=torch.int32).to(DEVICE)  # that follow the rows
         seen = (positions.repeat(streams).to(DEVICE), slots.flatten().to(DEVICE))
         head.observe(CommittedRows(states, *seen, ids))
         length = torch.full((streams,), CONTEXT, dtype=torch.int32, device=DEVICE)

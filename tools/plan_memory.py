@@ -38,8 +38,8 @@ def main() -> None:
     tokens = args.kv_tokens
     before = held()
     llm = LLM("smollm2", device="cpu", kv_tokens=tokens, max_model_len=CONTEXT, spec=args.spec)
-    plan, dice = llm.engine.plan.memory, torch.Generator().manual_seed(0)
-    ids = torch.randint(1000, 40000, (tokens // CONTEXT, CONTEXT - 18), generator=dice).tolist()
+    plan, rng = llm.engine.plan.memory, torch.Generator().manual_seed(0)
+    ids = torch.randint(1000, 40000, (tokens // CONTEXT, CONTEXT - 18), generator=rng).tolist()
     llm.generate(ids, SamplingParams(16, ignore_eos=True))
     for streams in STREAMS:
         asked = [each[:40] for each in (ids * max(STREAMS))[:streams]]

@@ -84,11 +84,11 @@ def seen(drafter: DFlash, first: int, rows: int) -> AttentionView:
 def observe_text(llm: Loaded, ids: list[int]) -> Tensor:
     """Run the target over a whole text and show it to the drafter; returns what it was shown."""
     runner, everywhere = llm.engine.runner, int32(list(range(len(ids))))
-    taps = torch.empty(len(ids), len(runner.tap_layers), llm.model_config.hidden_size)
+    aux_hidden = torch.empty(len(ids), len(runner.aux_layers), llm.model_config.hidden_size)
     step = Step(int32(ids), everywhere, everywhere, view(0, len(ids)), runner.kv.layers)
-    runner.model.forward(step, runner.tap_layers, taps)
-    drafter_of(llm).observe(CommittedRows(taps, everywhere, everywhere))
-    return taps
+    runner.model.forward(step, runner.aux_layers, aux_hidden)
+    drafter_of(llm).observe(CommittedRows(aux_hidden, everywhere, everywhere))
+    return aux_hidden
 
 
 def drafter_of(llm: Loaded) -> DFlash:
@@ -97,7 +97,7 @@ def drafter_of(llm: Loaded) -> DFlash:
     return proposer.drafter
 
 
-def walk(drafter: DFlash, taps: Tensor, ids: list[int], start: int) -> Walk:
+def walk(drafter: DFlash, aux_hidden: Tensor, ids: list[int], start: int) -> Walk:
     """(anchor, accepted drafts) of each step, from the anchor at 'start' to the end of the text."""
     width, accepted, p = drafter.draft.block_size, [], start
     while p < len(ids) - 1:
@@ -107,8 +107,8 @@ def walk(drafter: DFlash, taps: Tensor, ids: list[int], start: int) -> Walk:
         drafts = ids_of(argmax(drafter.logits(masked)), drafter.ends.ids)
         truth = ids[p + 1 : p + width]
         count = next((i for i, (a, b) in enumerate(zip(drafts.tolist(), truth, strict=False)) if a != b), len(truth))
-        here = rows[: len(taps) - p]
-        drafter.observe(CommittedRows(taps[p : p + width], here, here))  # what the block overwrote
+        here = rows[: len(aux_hidden) - p]
+        drafter.observe(CommittedRows(aux_hidden[p : p + width], here, here))  # what the block overwrote
         accepted.append((p, count))
         p += count + 1
     return accepted

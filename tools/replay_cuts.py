@@ -93,7 +93,7 @@ def record(path: Path, every: int, temperature: float) -> None:
     width, ops = drafter.draft.block_size, llm.engine.runner.model.ops
     texts = texts_of(llm, every, temperature)
     for number, (ids, prompt) in enumerate(texts):
-        taps = observe_text(llm, ids)
+        aux_hidden = observe_text(llm, ids)
         request = Request("", 0, [0], SamplingParams(temperature=temperature), number, 1)
         for place in range(prompt, min(prompt + loop_start(ids[prompt:], LOOP), len(ids) - 1)):
             rows, block = (
@@ -107,8 +107,8 @@ def record(path: Path, every: int, temperature: float) -> None:
             truth = torch.full((width - 1,), -1)
             truth[: len(ids) - 1 - place] = torch.tensor(ids[place + 1 : place + width])
             found.append((number, gaps.numpy().copy(), (drafts == truth).numpy()))
-            here = rows[: len(taps) - place]
-            drafter.observe(CommittedRows(taps[place : place + width], here, here))  # what the block overwrote
+            here = rows[: len(aux_hidden) - place]
+            drafter.observe(CommittedRows(aux_hidden[place : place + width], here, here))  # what the block overwrote
         print(f"text {number + 1} of {len(texts)}", flush=True)
     numbers, sure, right = zip(*found, strict=True)
     gaps = np.stack(sure).astype(np.float16)
@@ -143,7 +143,7 @@ def cut_at(blocks: Blocks, price: float) -> tuple[float, float]:
 
 def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
     """The real controller over all texts, one request after the other."""
-    (draft, verify), dice = MACHINES[machine], random.Random(0)
+    (draft, verify), rng = MACHINES[machine], random.Random(0)
     depths, lists = DepthController(DEPTHS[-1], 0.69, DEPTHS), blocks.gaps.tolist()
     for depth in DEPTHS * 3:
         depths.measured(depth, 1, 100, draft(depth) + verify(depth), depth, draft(depth) if cut else None)
@@ -156,7 +156,7 @@ def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
             if kept < depth:
                 depths.verifies([kept], 1)
             accepted = blocks.accepted(place, kept)
-            parts = draft(depth) * dice.gauss(1, 0.03), verify(kept) * dice.gauss(1, 0.03)
+            parts = draft(depth) * rng.gauss(1, 0.03), verify(kept) * rng.gauss(1, 0.03)
             depths.measured(kept, 1, 100, sum(parts), depth, parts[0] if cut else None)
             depths.record(state, kept, accepted)
             time, rows, steps = time + draft(depth) + verify(kept), rows + 1 + kept, steps + 1

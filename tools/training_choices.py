@@ -86,9 +86,9 @@ def lengths(trainer: Trainer, texts: Texts, width: int = 16) -> tuple[float, flo
     cut: list[int] = []
     for ids, count in texts:
         batch = block_batch(ids, count, width, trainer.target.device)
-        taps, _ = trainer.features(batch)
+        aux_hidden, _ = trainer.features(batch)
         blocks = trainer.block_ids(batch)
-        hidden = trainer.model(batch, taps, F.embedding(blocks.flatten(), trainer.target.decoder.embedding))
+        hidden = trainer.model(batch, aux_hidden, F.embedding(blocks.flatten(), trainer.target.decoder.embedding))
         drafts = (hidden.view(*blocks.shape, -1)[:, 1:] @ trainer.target.decoder.head.weight.t()).argmax(-1)
         accepted = (drafts == batch.labels).long().cumprod(1).sum(1).tolist()
         loop, at = count + loop_start(ids[count:], LOOP), count

@@ -22,7 +22,7 @@ CONTAINER_NAMES = {
     "DFLASH_NUM_SPEC_TOKENS": "spec",
     "MAX_MODEL_LEN": "max_model_len",
     "MAX_NUM_SEQS": "max_seqs",
-    "MAX_NUM_BATCHED_TOKENS": "max_rows",
+    "MAX_NUM_BATCHED_TOKENS": "max_step_tokens",
     "GPU_MEMORY_UTILIZATION": "memory_fraction",
     "TQ_MODE": "tq_mode",
     "TQ_KEY_BITS": "tq_key_bits",

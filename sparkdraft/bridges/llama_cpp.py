@@ -146,7 +146,7 @@ FLAGS = (
     ),
     Flag(("--kv-unified-per-slot",), "`--max-model-len`", "", read=field_of("max_model_len", whole)),
     Flag(("--parallel", "-np"), "`--max-seqs`", "", read=field_of("max_seqs", whole)),
-    Flag(("--batch-size", "-b"), "`--max-rows`", "", read=field_of("max_rows", whole)),
+    Flag(("--batch-size", "-b"), "`--max-step-tokens`", "", read=field_of("max_step_tokens", whole)),
     Flag(("--threads", "-t"), "`--threads`", "", read=field_of("threads", whole)),
     Flag(("--n-gpu-layers", "--gpu-layers", "-ngl"), "`--device`", f"all or none: {ONE_GPU}", read=_layers),
     Flag(("--cache-type-k", "-ctk"), "`--kv`", "q8_0 is fp8; fewer bits are turboquant", read=_kv),

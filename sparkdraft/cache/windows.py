@@ -63,7 +63,7 @@ def plan_windows(
     block_size: int,
     context: int,
     max_seqs: int,
-    max_rows: int,
+    max_step_tokens: int,
     most_ahead: int,
     itemsize: int,
     room: int,  # bytes for all K/V
@@ -76,7 +76,7 @@ def plan_windows(
         return (), max_seqs
     need = {window: pages_of_a_request(block_size, 0, window, most_ahead) for window in layers}
     page = {window: sum(2 * s.kv_width for s in specs) * block_size * itemsize for window, specs in layers.items()}
-    chunk = -(-min(max_rows, CHUNK_ROWS) // block_size)
+    chunk = -(-min(max_step_tokens, CHUNK_ROWS) // block_size)
     spare = 1 + 1 / SPARE_SHARE
     left = room - chunk * sum(page.values())
     first, usual = (-(-tokens // block_size) * full_block_bytes for tokens in (asked or context, USUAL_CONTEXT))

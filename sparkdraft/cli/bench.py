@@ -39,7 +39,7 @@ EXAMPLES = """examples:
   sparkdraft bench report --minutes 20 --out report                            (all of it, as a page to post)
   sparkdraft bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --classes code,prose --out results
   sparkdraft bench long-prompt                                                 (gaps of 8 streams while it is read)
-  sparkdraft bench check-speed --only parked-drafter,drafted-code              (ratios against what is expected)
+  sparkdraft bench check-speed --only paused-drafter,drafted-code              (ratios against what is expected)
 """
 
 

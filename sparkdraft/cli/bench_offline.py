@@ -177,7 +177,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     if args.spec == "off":
         return None, None  # measure the same target without its drafter
     if depth == 0:
-        return None, draft  # parked: the drafter observes what is written, and drafts nothing
+        return None, draft  # paused: the drafter observes what is written, and drafts nothing
     if depth is not None and depth > most:
         raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} per step: ask for fewer")
     length = args.synthetic_acceptance

@@ -105,7 +105,7 @@ def _fit(args: Namespace) -> int:
     shrinks = [name for name in SHRINKS if values[name] is None]
     for name in shrinks:
         del values[name]
-    values |= {name: _ids(f"--{name}", values[name]) for name in ("widths", "taps")}
+    values |= {name: _ids(f"--{name}", values[name]) for name in ("widths", "aux_layers")}
     settings = FitSettings(target=args.model, data=args.data, **values)
     if args.every < 1:
         raise UserError(f"--every is {args.every}; it must be at least 1")

@@ -151,7 +151,7 @@ class AssistantConfig:
         floats = model.hidden_size * (model.vocab_size + self.num_clusters) if self.num_clusters else 0
         return DrafterCaps(
             "assistant",
-            taps=(FINAL,),
+            aux_layers=(FINAL,),
             max_depth=MAX_DEPTH,
             kv=(),
             num_weights=count(matrices) + floats,

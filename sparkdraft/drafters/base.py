@@ -74,7 +74,7 @@ class DrafterCaps:
     name: str  # its name in statistics: "dflash"
     # Target layers whose residual it reads, in the order of its input; FINAL (models/common/config.py) is the output of
     # the final norm.
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     max_depth: int  # most tokens that it drafts per step
     kv: tuple[AttentionSpec, ...]  # layers whose K/V it keeps in the engine's blocks, beside the target's; always exact
     num_weights: int  # numbers in its own matrices
@@ -224,7 +224,7 @@ class Pick(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CommittedRows:
-    hidden: Tensor  # [rows, len(caps.taps), hidden]
+    hidden: Tensor  # [rows, len(caps.aux_layers), hidden]
     positions: Tensor  # int32 [rows]
     slots: Tensor  # int32 [rows]: where each token's K/V go; negative: nowhere, the row is padding
     next_ids: Tensor | None = None  # int32 [rows]: the id that follows each token; for a chain drafter
@@ -240,7 +240,7 @@ class Anchors:
     block_size: int
     max_context: int  # upper bound on 'length' plus the drafts
     positions: Tensor | None = None  # int32 [seqs]: of the anchors, where tables leave out blocks; None: length - 1
-    hidden: Tensor | None = None  # [seqs, len(caps.taps), hidden]: of the token before the anchor, for a chain drafter
+    hidden: Tensor | None = None  # [seqs, len(caps.aux_layers), hidden]: of the token before the anchor, for a chain drafter
 
 
 class DraftBytes(NamedTuple):

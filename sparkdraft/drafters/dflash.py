@@ -82,7 +82,7 @@ ONLY = {
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
     model: ModelConfig  # the drafter's own layers, windows and causality included; vocab_size is that of the target
-    taps: tuple[int, ...]  # target blocks, from 0; the residual after each is read, in this order
+    aux_layers: tuple[int, ...]  # target blocks, from 0; the residual after each is read, in this order
     block_size: int  # the anchor counts
     mask_token_id: int
     draft_vocab_size: int  # of an output head of its own, where the checkpoint has one
@@ -103,7 +103,7 @@ class DFlashConfig:
 
     def check_fits(self, target: ModelConfig) -> None:
         """Raises UserError if the drafter was not made for a target of this shape."""
-        vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in self.taps if t >= target.num_layers]
+        vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in self.aux_layers if t >= target.num_layers]
         for own in (self.model.hidden_size, self.target_hidden_size):
             must_fit(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
         must_fit(
@@ -124,7 +124,7 @@ class DFlashConfig:
         matrices = (*self._matrices(), *(((number, hidden),) if own_head else ()))
         return DrafterCaps(
             "dflash",
-            self.taps,
+            self.aux_layers,
             self.block_size - 1,
             self.model.attention,
             count(matrices) + embedding,
@@ -140,7 +140,7 @@ class DFlashConfig:
         model, hidden = self.model, self.model.hidden_size
         inside = [each for spec in model.layers for part in layer_matrices(spec, hidden).values() for each in part]
         keys_values = sum(2 * spec.kv_width for spec in model.attention if isinstance(spec, AttentionSpec))
-        return (hidden, len(self.taps) * self.target_hidden_size), *inside, (keys_values, hidden)
+        return (hidden, len(self.aux_layers) * self.target_hidden_size), *inside, (keys_values, hidden)
 
     def among(self, number: int, names: Collection[str] = ()) -> DFlashConfig:
         if has_table(names, "lm_head.weight"):
@@ -150,7 +150,7 @@ class DFlashConfig:
     def tensor_shapes(self) -> Shapes:
         hidden = self.model.hidden_size
         sizes: Shapes = {
-            "fc.weight": (hidden, len(self.taps) * self.target_hidden_size),
+            "fc.weight": (hidden, len(self.aux_layers) * self.target_hidden_size),
             "hidden_norm.weight": (hidden,),
             "norm.weight": (hidden,),
         }
@@ -170,7 +170,7 @@ class DFlashConfig:
         from sparkdraft.models.common.rope import RopeTables
 
         prefix, model = _prefix(load), self.model
-        fc = load.linear({f"{prefix}fc": model.hidden_size}, len(self.taps) * self.target_hidden_size)
+        fc = load.linear({f"{prefix}fc": model.hidden_size}, len(self.aux_layers) * self.target_hidden_size)
         hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")
         # The masks of a block may reach past the context's end. Nothing uses them there, but they look up a position.
         ropes = RopeTables(context + self.block_size, load.device)
@@ -189,8 +189,8 @@ class DFlashConfig:
         return DFlash(self, fc, hidden_norm, context_kv, layers, attention, ends, kv, max_seqs, ops)
 
 
-def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
-    """Taps from the second layer to the third from the end, as in z-lab's drafters; all layers of a tiny target."""
+def spread_aux_layers(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
+    """Layers from the second layer to the third from the end, as in z-lab's drafters; all layers of a tiny target."""
     first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
     if last - first < count - 1:
         return tuple(range(max(num_layers - count, 0), num_layers))
@@ -215,7 +215,7 @@ def _read_zlab(config: Config) -> DFlashConfig:
         both["target_layer_ids"] = _default_taps(target_layers, model.num_layers)
     return DFlashConfig(
         model=model,
-        taps=_ids(both, "target_layer_ids"),
+        aux_layers=_ids(both, "target_layer_ids"),
         block_size=whole(both, "block_size", 2, OWN) or 16,
         mask_token_id=_required(both, "mask_token_id"),
         draft_vocab_size=whole(both, "draft_vocab_size", where=OWN) or model.vocab_size,
@@ -245,12 +245,12 @@ def _read_speculators(config: Config) -> DFlashConfig:
         return [(window, causal and slides) for window, slides in _windows(body, num_layers)]
 
     model = _masked(dense_config(_one_rope({"model_type": "qwen3", **body}), qk_norm=True), masks)
-    taps = _ids(config, "aux_hidden_state_layer_ids")
-    if 0 in taps:
+    aux_layers = _ids(config, "aux_hidden_state_layer_ids")
+    if 0 in aux_layers:
         raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0), which is not built yet")
     return DFlashConfig(
         model=model,
-        taps=tuple(tap - 1 for tap in taps),  # in this format, 1 is the output of layer 0
+        aux_layers=tuple(layer - 1 for layer in aux_layers),  # in this format, 1 is the output of layer 0
         block_size=whole(config, "block_size", 2, OWN) or 8,
         mask_token_id=_required(config, "mask_token_id"),
         draft_vocab_size=whole(config, "draft_vocab_size", where=OWN) or model.vocab_size,
@@ -303,7 +303,7 @@ def _seen_context(config: Config) -> SeenContext | None:
 
 
 def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
-    """z-lab's default taps: spaced evenly from layer 1 to the third from the end."""
+    """z-lab's default aux_layers: spaced evenly from layer 1 to the third from the end."""
     if not target_layers:
         raise UserError(
             "The drafter's config names neither target_layer_ids nor num_target_layers; one of them is needed"
@@ -387,7 +387,7 @@ class DFlash:
     def __init__(
         self,
         draft: DFlashConfig,
-        fc: Linear,  # [hidden, taps * target hidden]
+        fc: Linear,  # [hidden, aux_layers * target hidden]
         hidden_norm: Norm,
         context_kv: Linear,  # [layers * 2 * kv_heads * head_dim, hidden]: k and v of layer 0, then of layer 1, ...
         layers: list[DecoderLayer],
@@ -573,7 +573,7 @@ def like(num_layers: int, name: str, target: ModelConfig) -> DFlashConfig:
     layer = LayerSpec(replace(attention, qk_norm=True, causal=False), mlp)
     return DFlashConfig(
         model=replace(target, model_type="qwen3", layers=(layer,) * num_layers, tie_embeddings=True),
-        taps=spread_taps(target.num_layers),
+        aux_layers=spread_aux_layers(target.num_layers),
         block_size=16,
         mask_token_id=target.vocab_size - 1,
         draft_vocab_size=target.vocab_size,

@@ -130,7 +130,7 @@ class MtpConfig:
         stored = joined + layer.held + table + self.own_head * vocab * hidden
         return DrafterCaps(
             name=MTP,
-            taps=(FINAL,),
+            aux_layers=(FINAL,),
             max_depth=MAX_DEPTH,
             kv=(self.attention,),
             num_weights=own,

@@ -37,7 +37,7 @@ class KnownDrafter:
     dialect: str
     block: int  # the anchor included
     layers: int | None
-    taps: tuple[int, ...]  # target layers that it reads, the first is 0; empty: not known, or the final norm's result
+    aux_layers: tuple[int, ...]  # target layers that it reads, the first is 0; empty: not known, or the final norm's result
     window: int  # of most of its layers; 0: none
     gib: float | None
     thinking: str  # one of THINKING
@@ -107,7 +107,7 @@ def targets() -> tuple[KnownTarget, ...]:
     found = []
     for entry in json.loads(TABLE.read_text(encoding="utf-8")):
         drafters = [
-            KnownDrafter(**{**d, "taps": tuple(d["taps"]), "tokens": tuple(d["tokens"] or ())})
+            KnownDrafter(**{**d, "aux_layers": tuple(d["aux_layers"]), "tokens": tuple(d["tokens"] or ())})
             for d in entry.pop("drafters")
         ]
         found.append(KnownTarget(entry.pop("target"), **entry, drafters=tuple(drafters)))

@@ -168,7 +168,7 @@ def trials(plan: Plan, max_depth: int, has_experts: bool = False) -> list[Trial]
     depths = (*(depth for depth in SHALLOW if depth < max_depth), *deep)
     few = [plain, *(replace(plain, num_draft=depth) for depth in depths)]
     found += [Trial(SHORT, params, seqs) for seqs in BATCHES if seqs <= plan.max_seqs for params in few]
-    found.append(Trial(plan.max_rows + SHORT, plain))
+    found.append(Trial(plan.max_step_tokens + SHORT, plain))
     fit = [replace(trial, num_prompt=min(trial.num_prompt, room)) for trial in found]
     return [trial for trial in fit if trial.num_prompt > 0]
 

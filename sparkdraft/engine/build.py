@@ -110,7 +110,7 @@ def build_engine(
             proposer.drafter.read_from(kv)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # give back the memory that only loading needed
-    runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())
+    runner = Runner(model, kv, plan, device, drafter.caps.aux_layers if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
     overlap = None
     if plan.graphs and plan.device == "cuda":

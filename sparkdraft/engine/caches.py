@@ -47,7 +47,7 @@ def target_cache(
     cache, groups = kind.build(Build(full, numbers, *sizes, dtype, device, ops, same_bits_up_to, learned))
     if len(full) == model.num_layers:
         return cache, groups
-    room = StepRoom(plan.max_rows, plan.max_seqs, -(-plan.max_model_len // plan.block_size))
+    room = StepRoom(plan.max_step_tokens, plan.max_seqs, -(-plan.max_model_len // plan.block_size))
     slid, kept = {}, in_windows(kind).dtype(dtype)
     for size, window in windows.items():
         own = [spec for spec in model.cached_attention if spec.window == size]

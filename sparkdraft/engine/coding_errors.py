@@ -53,7 +53,7 @@ def coding_errors(engine: Engine, ids: Sequence[int]) -> list[CodingError]:
         if isinstance(layer, KeptLayer) and (part := layer.lossy)
     }
     ids = ids[: min(MOST_ROWS, engine.plan.max_model_len)]
-    size, model, device = engine.plan.block_size, engine.runner.model, engine.runner.taps.device
+    size, model, device = engine.plan.block_size, engine.runner.model, engine.runner.aux_hidden.device
     blocks = range(-(-len(ids) // size))
     if not kept or not ids:
         return []

@@ -23,7 +23,7 @@ from sparkdraft.speculation.stats import SpecStats
 
 # The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False). The latter is the
 # embedded drafter's mean over all classes of prompts (docs/numbers/drafting.md). A request that starts by drafting and
-# learns that it should not loses 1 %; one that starts parked and should draft loses up to a quarter.
+# learns that it should not loses 1 %; one that starts paused and should draft loses up to a quarter.
 START = {True: 0.8, False: 0.69}
 LOOK_EVERY = 4  # while no match is found, a request's text is searched again after this many new ids
 UNRECORDED = 2  # the first steps of a new shape are launched plainly or recorded, and may take several times as long

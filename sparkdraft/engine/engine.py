@@ -60,9 +60,9 @@ class Engine:
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
-        self.pace = PromptPace(plan.max_step_ms / 1e3, plan.max_rows)
+        self.pace = PromptPace(plan.max_step_ms / 1e3, plan.max_step_tokens)
         self.scheduler = Scheduler(
-            self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, groups, self.pace
+            self.pool, prefix, plan.max_seqs, plan.max_step_tokens, drafting.lookahead, groups, self.pace
         )
         self.drift = StepDrift()
         self._outputs: dict[Request, Output] = {}
@@ -255,7 +255,7 @@ class Engine:
         deepest, running = max(depths.values(), default=0), self.scheduler.running
         return (
             self.scheduler.only_decoding
-            and overlap.num_rows(len(running), deepest) <= self.plan.max_rows
+            and overlap.num_rows(len(running), deepest) <= self.plan.max_step_tokens
             and all(overlap.takes(request, deepest) for request in running)
             and not self.drafting.drafts_from_text(depths)
             and self.scheduler.reserve(overlap.max_unread_ids + overlap.reach(deepest))

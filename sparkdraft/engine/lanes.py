@@ -69,11 +69,11 @@ class Lanes:
         self.tables = integers(lanes, max_blocks)
         # The sampling parameters of each lane, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
         self.floats, self.integers = torch.zeros(3, lanes, device=device), integers(2, lanes, dtype=torch.int64)
-        tapped = runner.taps.shape[1:]
-        kept = (lanes, ring, *tapped) if self.drafter and not self.chain else (0,)
-        self.ring = torch.zeros(kept, dtype=runner.taps.dtype, device=device)  # indexed by position modulo its size
+        aux_shape = runner.aux_hidden.shape[1:]
+        kept = (lanes, ring, *aux_shape) if self.drafter and not self.chain else (0,)
+        self.ring = torch.zeros(kept, dtype=runner.aux_hidden.dtype, device=device)  # indexed by position modulo its size
         # The hidden state of each lane's last committed row, for a chain drafter.
-        self.hidden = torch.zeros((lanes if self.chain else 0, *tapped), dtype=runner.taps.dtype, device=device)
+        self.hidden = torch.zeros((lanes if self.chain else 0, *aux_shape), dtype=runner.aux_hidden.dtype, device=device)
         deepest = proposer.max_depth if proposer else 0
         self._numbers = torch.arange(max(1 + deepest, ring), dtype=torch.int32, device=device)
         self._columns = torch.arange(max_blocks, dtype=torch.int32, device=device)
@@ -90,7 +90,7 @@ class Lanes:
         """One step. Returns int32 [seqs, depth + 4]: the sample of each of a lane's rows, the number of accepted
         drafts (NONE if the lane computed NaN), that of verified ones, and the nanoseconds that verifying took. Where
         blocks are cut and the step drafts, as many columns as it drafts follow: the bits of the gaps."""
-        seqs, depth, model, taps = kind.seqs, kind.depth, self.runner.model, None
+        seqs, depth, model, aux_hidden = kind.seqs, kind.depth, self.runner.model, None
         ops, size = model.ops, self.plan.block_size
         drafts = self._draft(kind) if depth else None
         gaps = self._cut_by(kind) if depth and self.cuts else None
@@ -105,18 +105,18 @@ class Lanes:
         # drafter, which is cheap to run, observes all of them at once.
         at_once = depth > 0 or self.chain
         if self.drafter:
-            taps = self.runner.taps[: seqs * (1 + depth)] if at_once else self.ring[:seqs]
-        residual = model.forward(verify, self.runner.tap_layers, taps)
+            aux_hidden = self.runner.aux_hidden[: seqs * (1 + depth)] if at_once else self.ring[:seqs]
+        residual = model.forward(verify, self.runner.aux_layers, aux_hidden)
         samples = self._sample(kind, residual, rows)
         given = self.given.accepted(seqs, depth) if self.given else None
         result, kept_slots = ops.accept_drafts(drafts, samples, kept, length, token, observed, rows, self._stamp, given)
         accepted = result[:, depth + 1]
         if self.drafter and at_once:
-            assert taps is not None
+            assert aux_hidden is not None
             following = samples if self.chain else None  # the id after a committed row is that row's sample
-            self.drafter.observe(CommittedRows(taps, rows.positions, kept_slots, following))
+            self.drafter.observe(CommittedRows(aux_hidden, rows.positions, kept_slots, following))
             if self.chain:  # the row of the last accepted draft
-                self.hidden[:seqs] = taps[rows.places.gather(1, accepted.long().unsqueeze(1)).squeeze(1).long()]
+                self.hidden[:seqs] = aux_hidden[rows.places.gather(1, accepted.long().unsqueeze(1)).squeeze(1).long()]
         # After a NaN every layer's output is NaN in all places, so the first of a row shows it.
         accepted.masked_fill_(residual[rows.places[:, 0].long(), 0].isnan(), NONE)
         return result if gaps is None else torch.cat((result, gaps.view(torch.int32)), 1)

@@ -21,10 +21,10 @@ FRESH = 32  # steps with prompts after which the cost of decode rows is measured
 
 
 class PromptPace:
-    def __init__(self, target: float, max_rows: int) -> None:
-        """target: seconds per step while other requests decode. max_rows: rows per step at most."""
-        self.target, self.max_rows = target, max_rows
-        self._largest = max_rows // FIRST_SHARE // GROWTH  # the largest chunk so far
+    def __init__(self, target: float, max_step_tokens: int) -> None:
+        """target: seconds per step while other requests decode. max_step_tokens: rows per step at most."""
+        self.target, self.max_step_tokens = target, max_step_tokens
+        self._largest = max_step_tokens // FIRST_SHARE // GROWTH  # the largest chunk so far
         self._decode_seconds: dict[int, float] = {}  # time of a step without prompts, per size of the batch
         self._age: dict[int, int] = {}  # steps with prompts since that measurement
         self._again: dict[int, float] = {}  # the first of two new measurements, while the old one is out of date
@@ -40,7 +40,7 @@ class PromptPace:
         if self._row_seconds:
             step = max(AIM * self.target, decode / MOST_OTHERS)
             most = min(most, int((step - decode) / self._row_seconds))
-        return min(max(most, LEAST_ROWS), self.max_rows)
+        return min(max(most, LEAST_ROWS), self.max_step_tokens)
 
     def learn(self, num_decoding: int, prompt_rows: int, seconds: float) -> None:
         """Report the time of a step in which this many requests decoded beside these prompt rows; 0 seconds: not

@@ -27,7 +27,7 @@ from sparkdraft.weights.hub import cache_dir
 
 VERSION = 1
 DIGITS = 12  # of a model's digest
-LIMITS = {"max_rows": (16, 131_072), "max_seqs": (1, 4096), "threads": (1, 1024)}  # of the numbers it may set
+LIMITS = {"max_step_tokens": (16, 131_072), "max_seqs": (1, 4096), "threads": (1, 1024)}  # of the numbers it may set
 DEEPEST = 63  # drafts per step
 OPTIONS = (*LIMITS, "spec_depths", "kv")
 CONDITIONS = (
@@ -168,10 +168,10 @@ def _applied(
             left.append(f"spec_depths is left out, it was measured with {profile.subject.drafter or 'no drafter'}")
         elif name == "spec_depths" and max(depths) > deepest:
             left.append(f"spec_depths is left out, {max(depths)} drafts are more than the {deepest} that can be made")
-        elif name == "max_seqs" and 0 < config.max_rows < value:
-            left.append(f"max_seqs is left out, {value} is above max_rows ({config.max_rows})")
-        elif name == "max_rows" and value < config.max_seqs:
-            left.append(f"max_rows is left out, {value} is below max_seqs ({config.max_seqs})")
+        elif name == "max_seqs" and 0 < config.max_step_tokens < value:
+            left.append(f"max_seqs is left out, {value} is above max_step_tokens ({config.max_step_tokens})")
+        elif name == "max_step_tokens" and value < config.max_seqs:
+            left.append(f"max_step_tokens is left out, {value} is below max_seqs ({config.max_seqs})")
         else:
             used[name] = value
     kept = ", ".join(f"{name} {value}" for name, value in used.items()) or "nothing of it is used"

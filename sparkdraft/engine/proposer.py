@@ -1,7 +1,7 @@
 """The host's side of drafting by a model: shows the drafter committed rows, and asks it for drafts.
 
 Rows of a prompt chunk are observed at once. Rows of decoding wait until the request drafts again or a block of the
-cache becomes full, and are then observed together. So a parked drafter costs about 1 % of a step, and a full block has
+cache becomes full, and are then observed together. So a paused drafter costs about 1 % of a step, and a full block has
 its draft K/V before another request can find it in the prefix cache.
 
     committed rows   | observed ................ | pending |         pending never reaches across a full block
@@ -63,7 +63,7 @@ class Pending:
     """Hidden states of committed rows that the drafter has not observed: positions [start, start + count)."""
 
     start: int
-    hidden: Tensor  # [room, layers tapped, hidden]
+    hidden: Tensor  # [room, aux layers, hidden]
     rows: Table  # the same memory as 'hidden'
     count: int = 0
     last: int = 0  # the row of the last committed position; it stays after all rows were observed
@@ -92,8 +92,8 @@ class Proposer:
         self._pending: dict[Request, Pending] = {}
         self._handed_over: set[Request] = set()  # requests whose hidden states the device keeps, in overlapped steps
         self._seen: SeenRows | None = None  # created with the first rows, as are the next two
-        self._rows: Table = None  # the runner's taps
-        # [max_seqs, layers tapped, hidden]: the rows before the anchors, for a chain drafter
+        self._rows: Table = None  # the runner's aux_hidden
+        # [max_seqs, aux layers, hidden]: the rows before the anchors, for a chain drafter
         self._hidden = torch.empty(0)
         self._passes = Graphs(self._run_pass, ops) if plan.graphs else None
         self._observing = Graphs(self._observe, ops) if plan.graphs else None
@@ -111,11 +111,11 @@ class Proposer:
         request, count = work.request, work.request.num_computed - work.start
         self._mark(work, count, gap=False)
         if self._seen is None:
-            self._attach(runner.taps)
+            self._attach(runner.aux_hidden)
         if not work.decodes:
             rows, inputs = slice(row, row + count), runner.inputs
             following = self._ids_after(request, work.start, count) if self.chain else None
-            seen = CommittedRows(runner.taps[rows], inputs.positions[rows], inputs.slots[rows], following)
+            seen = CommittedRows(runner.aux_hidden[rows], inputs.positions[rows], inputs.slots[rows], following)
             if self._keeps:
                 self.drafter.observe(seen)
             if self.chain:  # a chunk may leave one known row, and drafts may follow that one
@@ -214,12 +214,12 @@ class Proposer:
     # ---- the hidden states that a chain drafter begins with
 
     def last_hidden(self, requests: list[Request]) -> Tensor:
-        """The hidden state of the last committed row of each request: [requests, layers tapped, hidden]."""
+        """The hidden state of the last committed row of each request: [requests, aux layers, hidden]."""
         kept = (self._pending[r] for r in requests)
         return torch.stack([pending.hidden[pending.last] for pending in kept])
 
     def resume(self, request: Request, hidden: Table) -> None:
-        """Continue after overlapped steps: the drafter has observed all rows of the request. hidden: [layers tapped,
+        """Continue after overlapped steps: the drafter has observed all rows of the request. hidden: [aux layers,
         hidden], of its last row."""
         self._handed_over.discard(request)
         pending = self._pending.get(request) or self._wait(request, 0)
@@ -228,12 +228,12 @@ class Proposer:
 
     # ---- the parts
 
-    def _attach(self, taps: Tensor) -> None:
-        """taps: where the runner leaves hidden states, [rows, layers tapped, hidden]."""
-        plan, self._rows = self.plan, _table(taps)
-        self._seen = SeenRows(plan.max_seqs * self._room, taps, self.chain)
+    def _attach(self, aux_hidden: Tensor) -> None:
+        """aux_hidden: where the runner leaves hidden states, [rows, aux layers, hidden]."""
+        plan, self._rows = self.plan, _table(aux_hidden)
+        self._seen = SeenRows(plan.max_seqs * self._room, aux_hidden, self.chain)
         if self.chain:
-            self._hidden = taps.new_zeros((plan.max_seqs, *taps.shape[1:]))
+            self._hidden = aux_hidden.new_zeros((plan.max_seqs, *aux_hidden.shape[1:]))
 
     @property
     def _room(self) -> int:
@@ -308,14 +308,14 @@ class SeenRows:
     """The buffers from which the drafter observes rows. Their addresses are fixed, so that observing can be
     recorded."""
 
-    def __init__(self, room: int, taps: Tensor, chain: bool) -> None:
-        """taps: rows of hidden states, for their shape and device."""
-        self._room, self._device = room, taps.device
+    def __init__(self, room: int, aux_hidden: Tensor, chain: bool) -> None:
+        """aux_hidden: rows of hidden states, for their shape and device."""
+        self._room, self._device = room, aux_hidden.device
         self._host = torch.zeros(2 + chain, room, dtype=torch.int32)  # positions, slots, ids that follow
         self._array = self._host.numpy()
         integers = self._host if self._device.type == "cpu" else self._host.to(self._device)
         self._integers = tuple(integers)
-        self.hidden = taps.new_zeros((room, *taps.shape[1:]))
+        self.hidden = aux_hidden.new_zeros((room, *aux_hidden.shape[1:]))
         self._rows = _table(self.hidden)
 
     def first(self, count: int) -> CommittedRows:
@@ -342,5 +342,5 @@ class SeenRows:
         return end
 
 
-def _table(taps: Tensor) -> Table:
-    return taps.numpy() if taps.device.type == "cpu" else taps
+def _table(aux_hidden: Tensor) -> Table:
+    return aux_hidden.numpy() if aux_hidden.device.type == "cpu" else aux_hidden

@@ -1,7 +1,7 @@
 """Runs the target model once over a batch: prompt chunks, decode rows and drafts to verify, in one ragged pass.
 
 It lays out the rows (engine/runner.py), calls the model or replays its recording (engine/graphs.py), and returns the
-logits of the rows to be sampled. The hidden states that a drafter reads are left in `taps`. The scheduler decides what
+logits of the rows to be sampled. The hidden states that a drafter reads are left in `aux_hidden`. The scheduler decides what
 is run, and the sampler what is sampled.
 """
 
@@ -33,13 +33,13 @@ NUM_HOST_BUFFERS = 2  # the host can fill one while the copy of the other waits
 
 class Runner:
     def __init__(
-        self, model: Decoder, kv: KVCache, plan: Plan, device: torch.device, tap_layers: Sequence[int] = ()
+        self, model: Decoder, kv: KVCache, plan: Plan, device: torch.device, aux_layers: Sequence[int] = ()
     ) -> None:
-        self.model, self.kv, self.plan, self.tap_layers = model, kv, plan, tap_layers
+        self.model, self.kv, self.plan, self.aux_layers = model, kv, plan, aux_layers
         max_blocks = -(-plan.max_model_len // plan.block_size)
-        self.inputs = StepInputs(plan.max_rows, plan.max_seqs, max_blocks, plan.block_size, device)
-        shape = (plan.max_rows if tap_layers else 0, len(tap_layers), model.config.hidden_size)
-        self.taps = torch.empty(shape, dtype=model.dtype, device=device)  # hidden states of the last step's rows
+        self.inputs = StepInputs(plan.max_step_tokens, plan.max_seqs, max_blocks, plan.block_size, device)
+        shape = (plan.max_step_tokens if aux_layers else 0, len(aux_layers), model.config.hidden_size)
+        self.aux_hidden = torch.empty(shape, dtype=model.dtype, device=device)  # hidden states of the last step's rows
         self.graphs: Graphs | None = None
         self.unrecorded: list[str] = []  # why steps are not replayed although the plan says so
         self._residual: Tensor | None = None  # of the last eager step, for prompt log-probabilities
@@ -87,13 +87,13 @@ class Runner:
         if batch.decodes:
             room = 1 << (rows - 1).bit_length()
             widest = 1 << (max(w.num_scheduled for w in batch.work) - 1).bit_length()
-            return Shape(size, room, widest, room) if room <= self.plan.max_rows else None
+            return Shape(size, room, widest, room) if room <= self.plan.max_step_tokens else None
         room = next((n for n in self._prompt_rows() if n >= rows), 0)
         apart = any(w.drafts or w.request.params.prompt_logprobs is not None for w in batch.work)
         return Shape(size, room, room, size) if room and not apart else None
 
     def _prompt_rows(self) -> list[int]:
-        return [n for n in PROMPT_ROWS if n <= self.plan.max_rows]
+        return [n for n in PROMPT_ROWS if n <= self.plan.max_step_tokens]
 
     def _forward(self, shape: Shape, max_context: int) -> Tensor:
         inputs, rows = self.inputs, shape.rows
@@ -102,7 +102,7 @@ class Runner:
             self.kv.begin(slots, view)
         live = None if self.plan.device == "cpu" else view.query_start[shape.seqs :]  # on a CPU nothing is padded
         step = Step(inputs.token_ids[:rows], inputs.positions[:rows], slots, view, self.kv.layers, live)
-        return self.model.forward(step, self.tap_layers, self.taps[:rows] if self.tap_layers else None)
+        return self.model.forward(step, self.aux_layers, self.aux_hidden[:rows] if self.aux_layers else None)
 
     def _logits(self, shape: Shape, residual: Tensor) -> Tensor:
         if shape.num_read < shape.rows:
@@ -198,7 +198,7 @@ class StepInputs:
 
     def __init__(
         self,
-        max_rows: int,
+        max_step_tokens: int,
         max_seqs: int,
         max_blocks: int,
         block_size: int,
@@ -207,7 +207,7 @@ class StepInputs:
     ) -> None:
         """copy: how integers reach the device. By default CUDA's asynchronous copy, and no copy on a CPU."""
         self.block_size, self.max_blocks, self.max_seqs = block_size, max_blocks, max_seqs
-        sizes = (max_rows, max_rows, max_rows, max_seqs + 1, max_seqs, max_rows, max_seqs * max_blocks)
+        sizes = (max_step_tokens, max_step_tokens, max_step_tokens, max_seqs + 1, max_seqs, max_step_tokens, max_seqs * max_blocks)
         on_gpu = device.type == "cuda"
         self._copy = copy or (_copy_to_gpu if on_gpu else None)
         self._hosts = [HostBuffer(sizes, max_seqs, on_gpu) for _ in range(NUM_HOST_BUFFERS if self._copy else 1)]

@@ -47,7 +47,7 @@ class Scheduler:
         pool: BlockPool,
         prefix: PrefixCache,
         max_seqs: int,
-        max_rows: int,
+        max_step_tokens: int,
         lookahead: int = 0,
         groups: Sequence[CacheGroup] = (),
         pace: PromptPace | None = None,
@@ -57,12 +57,12 @@ class Scheduler:
         groups: what requests hold beside their blocks. pace: limits prompt rows while others decode; without it a
         chunk takes all rows of a step.
         """
-        assert max_rows >= max_seqs, f"max_rows {max_rows} below max_seqs {max_seqs}: decode rows would starve"
+        assert max_step_tokens >= max_seqs, f"max_step_tokens {max_step_tokens} below max_seqs {max_seqs}: decode rows would starve"
         self.pool = pool
         self.prefix = prefix
         self.block_size = prefix.block_size
         self.max_seqs = max_seqs
-        self.max_rows = max_rows
+        self.max_step_tokens = max_step_tokens
         self.lookahead = lookahead
         self.groups = CacheGroups(groups)
         self.pace = pace
@@ -128,8 +128,8 @@ class Scheduler:
     def _rows_of_a_step(self) -> RowsLeft:
         num_decoding = len(self.decoding())
         if self.pace is None or not num_decoding or not (self.waiting or num_decoding < len(self.running)):
-            return RowsLeft(self.max_rows, self.max_rows)
-        return RowsLeft(self.max_rows, self.pace.most_rows(num_decoding))
+            return RowsLeft(self.max_step_tokens, self.max_step_tokens)
+        return RowsLeft(self.max_step_tokens, self.pace.most_rows(num_decoding))
 
     def _continue(self, left: RowsLeft) -> tuple[list[Work], list[Request]]:
         """Rows for running requests: (work, preempted requests). Prompts share their limit."""

@@ -80,7 +80,7 @@ def rope_bytes(model: ModelConfig, context: int) -> int:
 
 
 def recording_bytes(
-    kernels: str, model: ModelConfig, max_rows: int, max_seqs: int, draft: DrafterCaps | None = None
+    kernels: str, model: ModelConfig, max_step_tokens: int, max_seqs: int, draft: DrafterCaps | None = None
 ) -> int:
     """Bytes of recorded steps if each kind holds as many as it may: the target's steps, on a GPU also overlapped steps,
     and a drafter's passes that propose and that observe.
@@ -91,7 +91,7 @@ def recording_bytes(
     kept, each = RECORDINGS[kernels]
     if kernels != "native":
         return (2 + 2 * (draft is not None)) * kept * each
-    sizes, rows = model_sizes(model), min(max_seqs * (1 + (draft.max_depth if draft else 0)), max_rows)
+    sizes, rows = model_sizes(model), min(max_seqs * (1 + (draft.max_depth if draft else 0)), max_step_tokens)
     widths = [2 * sizes.hidden + layer.projected + layer.mixed + layer.mlp for layer in sizes.layers]
     numbers, layers = sum(widths) + model.vocab_size, len(widths)
     if draft:
@@ -101,7 +101,7 @@ def recording_bytes(
 
 
 def scratch_bytes(
-    model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, kernels: str, draft: DrafterCaps | None = None
+    model: ModelConfig, max_step_tokens: int, max_seqs: int, itemsize: int, kernels: str, draft: DrafterCaps | None = None
 ) -> int:
     """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled rows.
 
@@ -113,6 +113,6 @@ def scratch_bytes(
     width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp
     sampled = 4 * max_seqs  # the logits, and what the filters need
     if draft:
-        width += len(draft.taps) * model.hidden_size
+        width += len(draft.aux_layers) * model.hidden_size
         sampled += (2 if kernels == "cuda" else 1) * max_seqs * draft.max_depth
-    return max_rows * width * itemsize + sampled * model.vocab_size * 4
+    return max_step_tokens * width * itemsize + sampled * model.vocab_size * 4

@@ -52,7 +52,7 @@ class Plan:
     threads: int
     max_model_len: int
     max_seqs: int
-    max_rows: int
+    max_step_tokens: int
     max_step_ms: int  # time limit of a step in which requests decode beside a prompt
     kv: str  # a format of cache/formats
     block_size: int
@@ -70,7 +70,7 @@ class Plan:
         """fallbacks: those of the engine that runs this plan. Without them, the plan's own are shown."""
         lines = [
             f"{self.device}, {self.weights} weights, {self.kernels} kernels, {self.threads} threads",
-            f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows per step",
+            f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_step_tokens} rows per step",
             f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self._kv()}",
             self.memory.table(),
         ]
@@ -97,20 +97,20 @@ def resolve(
     weights = _weights(config, hardware, native_problem, fallbacks)
     dtype = "float32" if weights == "quantised" else weights
     itemsize, max_model_len = ITEMSIZE[dtype], _max_model_len(config, model)
-    max_seqs, max_rows = _step_limits(config, hardware)
+    max_seqs, max_step_tokens = _step_limits(config, hardware)
     kv = kv_format(config.kv).chosen(config)
     kv.check_machine(hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
-    recordings = recording_bytes(kernels, model, max_rows, max_seqs, drafter) if graphs else 0
+    recordings = recording_bytes(kernels, model, max_step_tokens, max_seqs, drafter) if graphs else 0
     held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
-    scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, kernels, drafter)
-    scratch += kv.scratch_bytes(config, model, max_rows, itemsize)
+    scratch = scratch_bytes(model, max_step_tokens, max_seqs, itemsize, kernels, drafter)
+    scratch += kv.scratch_bytes(config, model, max_step_tokens, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
     max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
     room, quarter = room - state_bytes, int(hardware.free_bytes * CPU_KV_SHARE)
-    step = StepSize(max_model_len, max_seqs, max_rows)
+    step = StepSize(max_model_len, max_seqs, max_step_tokens)
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, min(room, quarter) if on_cpu else room)
     fallbacks += _fewer_requests(caches.requests, max_seqs, caches.page_bytes)
     max_seqs = min(max_seqs, caches.requests)
@@ -129,7 +129,7 @@ def resolve(
         threads=config.threads or hardware.cores,
         max_model_len=context,
         max_seqs=max_seqs,
-        max_rows=max_rows,
+        max_step_tokens=max_step_tokens,
         max_step_ms=config.max_step_ms or (200 if on_cpu else 50),
         kv=kv.name,
         block_size=config.block_size,
@@ -148,10 +148,10 @@ def resolve(
 def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
     """Requests at once, and rows per step."""
     max_seqs = config.max_seqs or MAX_SEQS[hardware.device]
-    max_rows = config.max_rows or max(MAX_ROWS[hardware.device], max_seqs)
-    if max_rows < max_seqs:
-        raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs one row per step")
-    return max_seqs, max_rows
+    max_step_tokens = config.max_step_tokens or max(MAX_ROWS[hardware.device], max_seqs)
+    if max_step_tokens < max_seqs:
+        raise UserError(f"max_step_tokens is {max_step_tokens}, below max_seqs ({max_seqs}); every request needs one row per step")
+    return max_seqs, max_step_tokens
 
 
 def _held(
@@ -185,7 +185,7 @@ def model_bytes(
 class StepSize(NamedTuple):
     context: int
     max_seqs: int
-    max_rows: int
+    max_step_tokens: int
 
 
 class Caches(NamedTuple):
@@ -211,7 +211,7 @@ def _caches(
     full = [spec for spec in model.cached_attention if spec.window not in slid]
     size = config.block_size
     ahead = MOST_AHEAD + (drafter.reads_back if drafter else 0)  # a page for a row behind costs what one ahead does
-    coded = kv.plan(config, full, Room(kernels, step.max_seqs, step.max_rows, max(room, 0), ahead))
+    coded = kv.plan(config, full, Room(kernels, step.max_seqs, step.max_step_tokens, max(room, 0), ahead))
     kv.check_layers(model, full, kernels, size)
     pages = coded.pages * coded.page_bytes if coded else 0
     drafted = kv_bytes_per_token(drafter.kv, itemsize) if drafter else 0  # always exact

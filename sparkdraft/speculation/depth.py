@@ -12,7 +12,7 @@ In a batch the drafts of all requests are verified together, and what one reques
 others have (Price.beside). So several answers to that are tried, and the one at which the whole batch is expected to
 write the most tokens a second is taken.
 
-A request at depth 0 is parked: a counter runs, and nothing else. It would never learn that its text has become easy, so
+A request at depth 0 is paused: a counter runs, and nothing else. It would never learn that its text has become easy, so
 it probes: one step with a small draft. A probe that costs x plain steps more than a plain step does, and is followed by
 x / 0.015 plain tokens, loses 1.5 % on any machine: x = 0.63 (two CPU cores, depth 1) asks for 42 tokens, x = 0.13 (a
 GPU, depth 3) for 9. Text that turns easy waits half that long on average, and longer if its first probes fail by
@@ -42,7 +42,7 @@ from sparkdraft.speculation.costs import (
 from sparkdraft.speculation.cut import OWN, USUAL, Confidence, Profile, best_cuts, survivals
 
 TRUST = 6.0  # how many observations the shared prior is worth to a new request
-FIRST_WAIT = 16  # tokens between parking and the first probe
+FIRST_WAIT = 16  # tokens between pausing and the first probe
 MEMORY = 0.985  # what a step leaves of older steps' counts: about 65 steps are remembered
 RECENT = 0.7  # what a request leaves of older requests' counts: text is most like the text before it
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
@@ -111,8 +111,8 @@ class DepthState:
     surprise: float = 0.0  # decayed sum of accepted minus expected, and its variance
     variance: float = 0.0
     tokens: list[float] = field(default_factory=list)  # expected tokens by depth; empty when an observation came since
-    parked: Bucket | None = None  # the bucket it was parked in; in another the question is asked again
-    waited: int = 0  # plain tokens since it was parked or probed last
+    paused: Bucket | None = None  # the bucket it was paused in; in another the question is asked again
+    waited: int = 0  # plain tokens since it was paused or probed last
     wait: int = FIRST_WAIT
     probe: int = 0  # depth of the probe that must follow a probe that went well
     price: float = 0.0  # of the probe under way, in tokens that plain steps would have written meanwhile
@@ -123,8 +123,8 @@ class DepthState:
     held: float = 0.0
 
     def rests(self, bucket: Bucket) -> bool:
-        """Parked, and nothing to decide; costs are still learnt while it rests, so it looks again now and then."""
-        return self.parked == bucket and not self.probe and self.waited < self.wait and self.waited % FIRST_WAIT != 0
+        """Paused, and nothing to decide; costs are still learnt while it rests, so it looks again now and then."""
+        return self.paused == bucket and not self.probe and self.waited < self.wait and self.waited % FIRST_WAIT != 0
 
     def profile(self, level: int) -> Profile | None:
         """Of its blocks beside others that have 'level' drafts each, or as near to that as it has any."""
@@ -199,7 +199,7 @@ class DepthController:
         price = costs.price(num)
         if not self.could_pay(num, max(contexts)):
             return self._park_all(states, bucket)
-        rest = [s.parked is not None or not s.tried[0] for s in states]
+        rest = [s.paused is not None or not s.tried[0] for s in states]
         found = []
         for level in price.beside:
             offers = self._offers(states, price, level)
@@ -209,11 +209,11 @@ class DepthController:
         drafting = any(depths)
         for state, depth in zip(states, depths, strict=True):
             if depth:
-                state.parked, state.probe, state.spent = None, 0, 0.0
-            elif state.parked is None:
-                state.parked, state.waited, state.wait = bucket, 0, self._first_wait(state, price, num)
+                state.paused, state.probe, state.spent = None, 0, 0.0
+            elif state.paused is None:
+                state.paused, state.waited, state.wait = bucket, 0, self._first_wait(state, price, num)
             else:
-                state.parked = bucket
+                state.paused = bucket
         self._add_probes(states, depths, price, drafting, num)
         self.verifies(depths, num)
         return depths
@@ -222,12 +222,12 @@ class DepthController:
         """How many drafts of a block to verify, which the last choice made room for. A probe is not cut: it is made to
         learn. gaps: how sure the drafter is of each draft. drawn: whether the text is sampled."""
         survival, whole = self.expect(state, gaps, drawn), len(gaps)
-        return whole if state.parked is not None else best_cuts(survival, self._worth(self._level), [whole])[0][1]
+        return whole if state.paused is not None else best_cuts(survival, self._worth(self._level), [whole])[0][1]
 
     def cut_terms(self, states: Sequence[DepthState | None]) -> list[float]:
         """The numbers by which the device cuts blocks by itself (kernels/reference/stepping.py, CutTerms): the cost of
         drafts in tokens, two fits, and a number for each lane. A state that is None is a lane that is not cut."""
-        fair = [-1.0 if state is None or state.parked is not None else _fair(state) for state in states]
+        fair = [-1.0 if state is None or state.paused is not None else _fair(state) for state in states]
         fits = [number for fit in self.fits.values() for number in (fit.slope, fit.base, *fit.own)]
         return [*(self._worth(self._level) if max(fair) > 0 else [0.0] * (self.max_depth + 1)), *fits, *fair]
 
@@ -271,7 +271,7 @@ class DepthController:
         assert 0 <= accepted <= drafted <= self.max_depth, f"{accepted} accepted of {drafted}, at most {self.max_depth}"
         if block:
             self._learn_block(state, block, drafted, accepted)
-        if state.parked is not None:
+        if state.paused is not None:
             self._probed(state, drafted, accepted)
         else:
             self._surprised(state, drafted, accepted, block)
@@ -334,7 +334,7 @@ class DepthController:
     def _park_all(self, states: Sequence[DepthState], bucket: Bucket) -> list[int]:
         """Rows are so dear in this batch that no acceptance pays for them: nobody drafts, and nobody probes."""
         for state in states:
-            state.parked, state.probe, state.spent = bucket, 0, 0.0
+            state.paused, state.probe, state.spent = bucket, 0, 0.0
         self.mixed = NOT_MIXED
         return [0] * len(states)
 
@@ -400,12 +400,12 @@ class DepthController:
     def _add_probes(
         self, states: Sequence[DepthState], depths: list[int], price: Price, drafting: bool, num: int
     ) -> None:
-        """Parked requests whose time has come draft a little; those past half their wait join, to share the cost."""
-        parked = [i for i, state in enumerate(states) if state.parked is not None]
-        if not any(states[i].probe or states[i].waited >= states[i].wait for i in parked):
+        """Paused requests whose time has come draft a little; those past half their wait join, to share the cost."""
+        paused = [i for i, state in enumerate(states) if state.paused is not None]
+        if not any(states[i].probe or states[i].waited >= states[i].wait for i in paused):
             return
         usual = price.probe_depth(self.probes)
-        probing = [i for i in parked if states[i].probe or 2 * states[i].waited >= states[i].wait]
+        probing = [i for i in paused if states[i].probe or 2 * states[i].waited >= states[i].wait]
         for i in probing:
             depths[i] = states[i].probe or usual
         share = 0.0 if drafting else price.fixed / len(probing)

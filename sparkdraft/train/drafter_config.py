@@ -1,6 +1,6 @@
 """The drafter for a target: its config.json in z-lab's layout, before any weight exists.
 
-Heads, rotation and norms are the target's, taps are spread over its depth, and the mask is an id that the target never
+Heads, rotation and norms are the target's, aux_layers are spread over its depth, and the mask is an id that the target never
 learnt, so that its embedding means nothing else. settings.py has the sizes of the run itself.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.drafters.dflash import SINK_KEY, WINDOW_KEY, DFlashConfig, spread_taps
+from sparkdraft.drafters.dflash import SINK_KEY, WINDOW_KEY, DFlashConfig, spread_aux_layers
 from sparkdraft.drafters.find import open_drafter
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.train.corpus import Corpus
@@ -38,11 +38,11 @@ def find_mask_id(embedding: Tensor, tokenizer_size: int) -> int:
 def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> dict[str, Any]:
     """A complete config.json."""
     attention, mlp = target.uniform()
-    taps = settings.taps or spread_taps(target.num_layers)
-    beyond = [t for t in taps if not 0 <= t < target.num_layers]
+    aux_layers = settings.aux_layers or spread_aux_layers(target.num_layers)
+    beyond = [t for t in aux_layers if not 0 <= t < target.num_layers]
     if beyond:
         raise UserError(
-            f"--taps names layer {beyond[0]}; {settings.target} has layers 0 to {target.num_layers - 1}: "
+            f"--aux-layers names layer {beyond[0]}; {settings.target} has layers 0 to {target.num_layers - 1}: "
             "choose among them"
         )
     if not 0 <= mask_id < target.vocab_size:
@@ -52,7 +52,7 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "model_type": "qwen3",
         "block_size": settings.block,
-        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps), **_seen(settings)},
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(aux_layers), **_seen(settings)},
         "dtype": "bfloat16",
         "hidden_size": target.hidden_size,
         "intermediate_size": settings.intermediate or mlp.intermediate_size,
@@ -115,7 +115,7 @@ def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSett
         raise UserError(
             f"--layers is {settings.layers}; {own} has {draft.model.num_layers} already: give as many or more"
         )
-    asked = {"block": draft.block_size, "taps": draft.taps, "mask_id": draft.mask_token_id}
+    asked = {"block": draft.block_size, "aux_layers": draft.aux_layers, "mask_id": draft.mask_token_id}
     asked["intermediate"] = draft.model.uniform()[1].intermediate_size
     for name, held in asked.items():
         value = getattr(settings, name)

@@ -124,7 +124,7 @@ def _zlab_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -> dict[str, Any]:
-    """The same drafter as speculators describes it: taps one higher, the layers' dimensions in a record of their own.
+    """The same drafter as speculators describes it: aux_layers one higher, the layers' dimensions in a record of their own.
 
     As version 0.9 writes them, checkpoints with the target's whole vocabulary have neither embedding nor head; those
     with a smaller one have the head's rows (lm_head), their ids (d2t: id less row) and which ids have one (t2d).
@@ -149,7 +149,7 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
             "proposal_methods": [{**drafts, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
             "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
-        "aux_hidden_state_layer_ids": [tap + 1 for tap in draft.taps],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in draft.aux_layers],
         "block_size": draft.block_size,
         "draft_vocab_size": draft.draft_vocab_size,
         "mask_token_id": draft.mask_token_id,

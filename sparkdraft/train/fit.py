@@ -61,7 +61,7 @@ class Trainer:
         )
         self.head, self.place = _head_of(target, corpus, settings)
         teach = DenseLinear(self.head) if settings.soft else None
-        self.features = Features(target, draft.taps, settings.context, longest, teach)
+        self.features = Features(target, draft.aux_layers, settings.context, longest, teach)
         torch.manual_seed(settings.seed)
         self.model = DraftModel(draft, longest, compiled=target.device.type == "cuda").to(target.device)
         with torch.no_grad():  # the head expects the output of this norm
@@ -87,22 +87,22 @@ class Trainer:
 
     def _learn(self, batch: TrainBatch) -> None:
         with self.signals.give_up() if self.signals else nullcontext():
-            taps, teacher = self.features(batch)
+            aux_hidden, teacher = self.features(batch)
             if self.fresh:
-                self.model.scale_taps(taps, keep=bool(self.settings.init))
+                self.model.scale_aux(aux_hidden, keep=bool(self.settings.init))
                 self.fresh = False
-            report = self.loss(batch, taps, teacher)
+            report = self.loss(batch, aux_hidden, teacher)
             report.loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.optimizer == "adamw":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=True)
         self.optimizer.step()
         self.meter.add(report, batch)
 
-    def loss(self, batch: TrainBatch, taps: Tensor, teacher: Tensor | None) -> LossReport:
+    def loss(self, batch: TrainBatch, aux_hidden: Tensor, teacher: Tensor | None) -> LossReport:
         blocks = self.block_ids(batch)
         embedding = self.target.decoder.embedding
         assert isinstance(embedding, Tensor)
-        hidden = self.model(batch, taps, F.embedding(blocks.flatten(), embedding))
+        hidden = self.model(batch, aux_hidden, F.embedding(blocks.flatten(), embedding))
         drafted = hidden.view(*blocks.shape, -1)[:, 1:].contiguous()  # [A, W - 1, hidden]
         return draft_loss(drafted, self.head, self.labels(batch, teacher), self.options)
 

@@ -105,7 +105,7 @@ class BulkGenerator:
             raise UserError(f"texts of {max_len} tokens were asked for; the target was loaded for {target.context}")
         self.max_len = -(-max_len // BLOCK) * BLOCK
         on_gpu = target.device.type == "cuda"
-        self.max_rows = max(GPU_ROWS if on_gpu else CPU_ROWS, self.max_len)
+        self.max_step_tokens = max(GPU_ROWS if on_gpu else CPU_ROWS, self.max_len)
         self.seats = seats or min(self._seats_that_fit() if on_gpu else CPU_SEATS, most_seats)
         self.num_generated = 0  # ids sampled so far, including those that were cut off as loops
         self._limit_len = max_len
@@ -240,7 +240,7 @@ class BulkGenerator:
             while self._going_on or (self._waiting and self._free):
                 prompt = self._going_on[0][1] if self._going_on else self._waiting[0]
                 rows += len(prompt.ids) - prompt.held
-                if rows > self.max_rows and batch:
+                if rows > self.max_step_tokens and batch:
                     break
                 assert 0 < len(prompt.ids) < self._limit_len and prompt.max_new > 0, (len(prompt.ids), prompt.max_new)
                 taken = self._going_on.popleft() if self._going_on else (self._free.pop(0), self._waiting.popleft())
@@ -297,7 +297,7 @@ class BulkGenerator:
     def _seats_that_fit(self) -> int:
         torch.cuda.empty_cache()  # so that what an earlier generator held counts as free
         free, _ = torch.cuda.mem_get_info()
-        seats = seats_that_fit(self.target.config, self.max_len, self.max_rows, free, self.target.dtype.itemsize)
+        seats = seats_that_fit(self.target.config, self.max_len, self.max_step_tokens, free, self.target.dtype.itemsize)
         if not seats:
             raise UserError(
                 f"texts of {self.max_len} tokens do not fit into {free / 2**30:.1f} GiB of free GPU memory; "
@@ -306,9 +306,9 @@ class BulkGenerator:
         return seats
 
 
-def seats_that_fit(config: ModelConfig, max_len: int, max_rows: int, bytes_free: int, itemsize: int) -> int:
+def seats_that_fit(config: ModelConfig, max_len: int, max_step_tokens: int, bytes_free: int, itemsize: int) -> int:
     """Count the seats of 'max_len' tokens that fit into most of the free memory beside a step's activations."""
-    scratch = target_step(config, max_rows, sampled_rows(config), itemsize)
+    scratch = target_step(config, max_step_tokens, sampled_rows(config), itemsize)
     each = max_len * (kv_bytes_per_token(config.attention, itemsize) + 4)
     return max(min((int(bytes_free * MEMORY_SHARE) - scratch) // each, MOST_SEATS), 0)
 

@@ -117,30 +117,30 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    tap_scale: Tensor
+    aux_scale: Tensor
     rope: Tensor
 
     def __init__(self, draft: DFlashConfig, longest: int, compiled: bool = False) -> None:
         super().__init__()
-        config, width = draft.model, len(draft.taps) * draft.target_hidden_size
+        config, width = draft.model, len(draft.aux_layers) * draft.target_hidden_size
         self.draft, self.eps, self.fused = draft, config.rms_eps, Fused(compiled)
         self.fc = matrix(config.hidden_size, width)
         self.hidden_norm, self.norm = Norm(config.hidden_size), Norm(config.hidden_size)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         # Hidden states differ tenfold in size between layers and channels; the inputs of training should not.
-        self.register_buffer("tap_scale", torch.ones(width))
+        self.register_buffer("aux_scale", torch.ones(width))
         self.register_buffer("rope", rope_table(config.uniform()[0].rope, longest + draft.block_size), persistent=False)
 
-    def forward(self, batch: TrainBatch, taps: Tensor, block: Tensor) -> Tensor:
+    def forward(self, batch: TrainBatch, aux_hidden: Tensor, block: Tensor) -> Tensor:
         """Return the rows [A * W, hidden] after the final norm.
 
-        taps: aux hidden states [N, taps * hidden] of the context.
+        aux_hidden: aux hidden states [N, aux_hidden * hidden] of the context.
         block: the embedded block rows [A * W, hidden].
         """
-        offsets = torch.arange(batch.width, dtype=torch.int32, device=taps.device)
+        offsets = torch.arange(batch.width, dtype=torch.int32, device=aux_hidden.device)
         anchored = batch.positions[batch.anchors.long()]  # [A]: the anchor's position
         rope = self.rope.index_select(0, (anchored.unsqueeze(1) + offsets).flatten())
-        context = self.context_kv(taps, self.rope.index_select(0, batch.positions))
+        context = self.context_kv(aux_hidden, self.rope.index_select(0, batch.positions))
         x = block
         for layer, (k, v) in zip(self.layers, context, strict=True):
             assert isinstance(layer, DraftLayer)
@@ -151,14 +151,14 @@ class DraftModel(nn.Module):
             x = x + self._mlp(layer.mlp, self.fused.rms_norm(x, layer.post_attention_layernorm.weight, self.eps))
         return self.fused.rms_norm(x, self.norm.weight, self.eps)
 
-    def context_kv(self, taps: Tensor, rope: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def context_kv(self, aux_hidden: Tensor, rope: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Project the context's keys and values [N, kv_heads, head_dim] for each layer."""
-        features = _linear(taps, self.fc.weight * self.tap_scale)
+        features = _linear(aux_hidden, self.fc.weight * self.aux_scale)
         normed = self.fused.rms_norm(features, self.hidden_norm.weight, self.eps)
         attentions = [layer.self_attn for layer in self.layers if isinstance(layer, DraftLayer)]
         spec, _ = self.draft.model.uniform()
         joined = _linear(normed, torch.cat([a.kv_weight() for a in attentions]))
-        pairs = joined.view(len(taps), len(attentions), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
+        pairs = joined.view(len(aux_hidden), len(attentions), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
         return [
             (self.fused.norm_rope(pair[:, 0], a.k_norm.weight, rope, self.eps), pair[:, 1])
             for a, pair in zip(attentions, pairs, strict=True)
@@ -180,15 +180,15 @@ class DraftModel(nn.Module):
         both = _linear(x, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
         return _linear(self.fused.silu_mul(both), mlp.down_proj.weight)
 
-    def scale_taps(self, taps: Tensor, keep: bool) -> None:
-        """Set the scale that brings aux hidden states like 'taps' [rows, taps * hidden] to unit size.
+    def scale_aux(self, aux_hidden: Tensor, keep: bool) -> None:
+        """Set the scale that brings aux hidden states like 'aux_hidden' [rows, aux_hidden * hidden] to unit size.
 
         keep: rescale the matrix that reads them, so that a trained drafter computes the same as before.
         """
-        self.tap_scale.copy_(taps.float().square().mean(0).clamp_min(1e-8).rsqrt())
+        self.aux_scale.copy_(aux_hidden.float().square().mean(0).clamp_min(1e-8).rsqrt())
         if keep:
             with torch.no_grad():
-                self.fc.weight.div_(self.tap_scale)
+                self.fc.weight.div_(self.aux_scale)
 
     @torch.no_grad()
     def begin_from(self, tensors: Mapping[str, Tensor]) -> None:
@@ -202,8 +202,8 @@ class DraftModel(nn.Module):
 
 def folded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's state as checkpoints hold it, with the input scale folded into the matrix that reads it."""
-    weights = {name: tensor for name, tensor in state.items() if name != "tap_scale"}
-    return weights | {"fc.weight": weights["fc.weight"] * state["tap_scale"]}
+    weights = {name: tensor for name, tensor in state.items() if name != "aux_scale"}
+    return weights | {"fc.weight": weights["fc.weight"] * state["aux_scale"]}
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -95,12 +95,12 @@ class Features:
     """
 
     def __init__(
-        self, target: Target, taps: tuple[int, ...], context: int, longest: int, teach: Linear | None = None
+        self, target: Target, aux_hidden: tuple[int, ...], context: int, longest: int, teach: Linear | None = None
     ) -> None:
         """teach: the output head, if the logits of every token are wanted too; then all layers run."""
-        self.target, self.taps, self.teach, self.longest = target, taps, teach is not None, longest
+        self.target, self.aux_layers, self.teach, self.longest = target, aux_hidden, teach is not None, longest
         whole = target.decoder
-        layers = whole.layers if teach else whole.layers[: max(taps) + 1]
+        layers = whole.layers if teach else whole.layers[: max(aux_layers) + 1]
         ends = (whole.embedding, teach or whole.head, whole.norm, whole.context, whole.ops, whole.dtype)
         self.decoder = Decoder(whole.config, layers, *ends)
         config, device = whole.config, target.device
@@ -114,7 +114,7 @@ class Features:
 
     @torch.no_grad()
     def __call__(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]:
-        """Return aux hidden states [N, taps * hidden], and logits [N, vocab] for a teacher."""
+        """Return aux hidden states [N, aux_hidden * hidden], and logits [N, vocab] for a teacher."""
         rows, hidden = len(batch.ids), self.decoder.config.hidden_size
         lengths = batch.bounds.diff()
         blocks = (lengths + BLOCK - 1) // BLOCK
@@ -124,6 +124,6 @@ class Features:
         document = torch.searchsorted(batch.bounds, torch.arange(rows, device=lengths.device), right=True) - 1
         slots = (first[document] * BLOCK + batch.positions).int()
         view = AttentionView(batch.bounds, lengths, tables, self.longest, self.longest)
-        taps = torch.empty(rows, len(self.taps), hidden, dtype=self.target.dtype, device=lengths.device)
-        residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv), self.taps, taps)
-        return taps.flatten(1), self.decoder.scores(residual) if self.teach else None
+        aux_hidden = torch.empty(rows, len(self.aux_layers), hidden, dtype=self.target.dtype, device=lengths.device)
+        residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv), self.aux_layers, aux_hidden)
+        return aux_hidden.flatten(1), self.decoder.scores(residual) if self.teach else None

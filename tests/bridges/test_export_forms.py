@@ -231,7 +231,7 @@ def test_what_is_exported_can_be_imported() -> None:
         "kv": "fp8",
         "max_model_len": 65536,
         "max_seqs": 16,
-        "max_rows": 32768,
+        "max_step_tokens": 32768,
         "kv_tokens": 131072,
     }
     engine |= {"spec": "15", "drafter": "z-lab/Qwen3.5-27B-DFlash", "memory_fraction": 0.7, "weights": "fp8"}

@@ -39,7 +39,7 @@ def test_a_whole_configuration() -> None:
     server = {"host": "0.0.0.0", "port": 8888, "api_key": "secret", "served_name": "a,b", "drain_seconds": 5.0}
     server |= {"sampling_defaults": "openai,temperature=0.7"}
     choices = Choices(attention_backend="triton_attn", draft_attention_backend="flash_attn", chat_template="t.jinja")
-    engine = {"max_model_len": 16384, "max_seqs": 4, "max_rows": 8192, "memory_fraction": 0.8, "weights": "fp8"}
+    engine = {"max_model_len": 16384, "max_seqs": 4, "max_step_tokens": 8192, "memory_fraction": 0.8, "weights": "fp8"}
     command = exported(choices, server, model=GEMMA, drafter=REDHAT, kv="fp8", spec="6", **engine)
     assert command.model == GEMMA and command.secrets == {"VLLM_API_KEY": "secret"}
     assert command.flags == {
@@ -292,7 +292,7 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     **{"hang_seconds": (9.0,), "step_seconds": (9.0,)},
     **{"watchdog": (False,), "model": (GEMMA,), "device": ("cpu",), "dtype": ("quantised", "float32", "bfloat16")},
     **{"weights": ("fp8", "int4"), "weights_cache": (False,), "max_model_len": (512,), "max_seqs": (3,)},
-    **{"max_rows": (64,), "max_step_ms": (9,), "kv": ("exact", "fp8"), "tq_mode": ("off", "full_tq", "capture_only")},
+    **{"max_step_tokens": (64,), "max_step_ms": (9,), "kv": ("exact", "fp8"), "tq_mode": ("off", "full_tq", "capture_only")},
     **{"tq_key_bits": (3,), "tq_value_bits": (4,), "tq_ring_capacity": (9,), "tq_initial_layers": (1,)},
     **{"tq_centre": (False,), "kv_tokens": (512,), "memory_fraction": (0.5,), "block_size": (32,)},
     **{"prefix_cache": (False,), "graphs": (True,), "threads": (3,), "spec": ("off", "3"), "spec_depths": ("0,3",)},

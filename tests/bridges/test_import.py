@@ -24,7 +24,7 @@ from tests.patience import PATIENT
 
 POSTED = {
     "GEMMA_DFLASH": {
-        **{"model": "google/gemma-4-31B-it", "weights": "fp8", "max_model_len": 16384, "max_rows": 16384},
+        **{"model": "google/gemma-4-31B-it", "weights": "fp8", "max_model_len": 16384, "max_step_tokens": 16384},
         **{
             "memory_fraction": 0.8,
             "graphs": False,
@@ -33,7 +33,7 @@ POSTED = {
         },
     },
     "GEMMA_TWO_SPARKS": {
-        **{"model": "google/gemma-4-31B-it", "weights": "fp8", "max_model_len": 16384, "max_rows": 16384, "spec": "7"},
+        **{"model": "google/gemma-4-31B-it", "weights": "fp8", "max_model_len": 16384, "max_step_tokens": 16384, "spec": "7"},
         **{"memory_fraction": 0.8, "graphs": False, "drafter": "RedHatAI/gemma-4-31B-it-speculator.dflash"},
     },
     "GEMMA_INT4": {
@@ -42,29 +42,29 @@ POSTED = {
     },
     "QWEN_INT4": {
         **{"model": "Intel/Qwen3.5-35B-A3B-int4-AutoRound", "host": "0.0.0.0", "port": 8888, "allow_public": True},
-        **{"max_model_len": 262144, "max_rows": 32768, "memory_fraction": 0.7, "tool_parser": "qwen3_xml"},
+        **{"max_model_len": 262144, "max_step_tokens": 32768, "memory_fraction": 0.7, "tool_parser": "qwen3_xml"},
         **{"drafter": "z-lab/Qwen3.5-35B-A3B-DFlash", "spec": "15"},
     },
     "CODER_NEXT": {
-        **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_rows": 32768, "max_seqs": 4, "memory_fraction": 0.6},
+        **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_step_tokens": 32768, "max_seqs": 4, "memory_fraction": 0.6},
         **{"graphs": False, "drafter": "z-lab/Qwen3-Coder-Next-DFlash", "spec": "15"},
     },
     "CODER_NEXT_COMPILED": {
-        **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_rows": 32768, "max_seqs": 4, "memory_fraction": 0.6},
+        **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_step_tokens": 32768, "max_seqs": 4, "memory_fraction": 0.6},
         **{"drafter": "z-lab/Qwen3-Coder-Next-DFlash", "spec": "15"},
     },
     "DFLASH_CONTAINER": {
         **{"model": "/models/DFlash-Qwen3.5-27B-Uncensored-NVFP4", "served_name": "qwen35-dflash", "max_seqs": 16},
-        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "spec": "15", "max_model_len": 65536, "max_rows": 32768},
+        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "spec": "15", "max_model_len": 65536, "max_step_tokens": 32768},
         **{"api_key": "$VLLM_API_KEY"},
     },
     "TURBOQUANT_CONTAINER": {
         **{"model": "/models/DFlash-Qwen3.5-27B-Uncensored-NVFP4", "max_seqs": 16, "kv": "turboquant"},
-        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "spec": "15", "max_model_len": 65536, "max_rows": 32768},
+        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "spec": "15", "max_model_len": 65536, "max_step_tokens": 32768},
     },
     "GEMMA_MTP": {
         **{"model": "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic", "served_name": "gemma4-fp8-mtp", "port": 11437},
-        **{"max_model_len": 65536, "memory_fraction": 0.45, "max_seqs": 4, "max_rows": 8192},
+        **{"max_model_len": 65536, "memory_fraction": 0.45, "max_seqs": 4, "max_step_tokens": 8192},
         **{"tool_parser": "gemma4", "reasoning_parser": "gemma4"},
         **{"drafter": "google/gemma-4-26B-A4B-it-assistant", "spec": "4"},
     },
@@ -74,7 +74,7 @@ POSTED = {
     },
     "LLAMA": {
         **{"model": "unsloth/Qwen3.6-35B-A3B-GGUF", "kv_tokens": 65536, "max_model_len": 16384, "max_seqs": 4},
-        **{"kv": "fp8", "sampling_defaults": "temperature=0.7,top_k=20", "max_rows": 4096, "served_name": "qwen"},
+        **{"kv": "fp8", "sampling_defaults": "temperature=0.7,top_k=20", "max_step_tokens": 4096, "served_name": "qwen"},
         **{"host": "0.0.0.0", "port": 8080, "allow_public": True},
     },
 }

@@ -243,7 +243,7 @@ def engine_with(sizes: Sizes, chance: float = 0.6) -> tuple[Engine, RecurrentSta
         num_blocks=sizes.blocks,
         block_size=SIZE,
         max_seqs=4,
-        max_rows=48,
+        max_step_tokens=48,
     )
     engine.runner.checks += [states, windows]  # type: ignore[attr-defined]
     assert len(engine.scheduler.groups.parts) == 3
@@ -287,7 +287,7 @@ def jobs_of(rng: random.Random, count: int) -> dict[str, tuple[list[int], int]]:
 
 
 def plain_text(jobs: dict[str, tuple[list[int], int]]) -> dict[str, list[int]]:
-    return run(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=4, max_rows=64), jobs, random.Random(0)).ids
+    return run(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=4, max_step_tokens=64), jobs, random.Random(0)).ids
 
 
 @pytest.mark.parametrize(

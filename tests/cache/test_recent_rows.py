@@ -24,7 +24,7 @@ def coded_engine(spare: int, recent: int, first: int = 3, chance: float = 0.6, *
     here."""
     pages = SEQS * pages_of_a_request(SIZE, first, recent, MOST_AHEAD) + spare
     coded = CodedPlan((4,), 3, first, recent, pages, 0)
-    options = {"block_size": SIZE, "max_seqs": SEQS, "max_rows": 48, "num_blocks": 120} | changes
+    options = {"block_size": SIZE, "max_seqs": SEQS, "max_step_tokens": 48, "num_blocks": 120} | changes
     return fake_engine(FakeBlock(chance), ngram=True, spec=None, kv="turboquant", coded=coded, **options)
 
 
@@ -53,7 +53,7 @@ def test_every_row_finds_its_uncoded_keys(recent: int, spare: int) -> None:
         )
         for i in range(24)
     }
-    plain = texts(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_rows=64), jobs, random.Random(1))
+    plain = texts(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_step_tokens=64), jobs, random.Random(1))
     engine = coded_engine(spare, recent)
     assert texts(engine, jobs, random.Random(1)) == plain
     assert texts(engine, jobs, random.Random(2)) == plain  # and with prefixes found
@@ -77,7 +77,7 @@ def test_pages_are_held_as_long_as_a_row_to_come_reads_them(first: int, recent: 
 
 def test_requests_that_give_way_and_come_back() -> None:
     jobs = {f"r{i}": ([i] * 40, SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(6)}
-    plain = texts(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_rows=64), jobs, random.Random(1))
+    plain = texts(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_step_tokens=64), jobs, random.Random(1))
     engine = coded_engine(0, 16, num_blocks=60)  # two of them hardly fit
     schedule, given_way = engine.scheduler.schedule, []
     engine.scheduler.schedule = lambda depths: given_way.append(batch := schedule(depths)) or batch  # type: ignore
@@ -86,7 +86,7 @@ def test_requests_that_give_way_and_come_back() -> None:
 
 
 def test_a_long_prompt_is_cut_to_the_pages_that_are_free() -> None:
-    engine = coded_engine(4, 8, max_rows=400, num_blocks=400)
+    engine = coded_engine(4, 8, max_step_tokens=400, num_blocks=400)
     engine.add([7] * 600, SamplingParams(max_tokens=3, ignore_eos=True))
     while engine.has_work:
         engine.step()

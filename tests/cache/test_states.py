@@ -93,7 +93,7 @@ def engine_of(
         num_blocks=blocks,
         block_size=block_size,
         max_seqs=num_slots,
-        max_rows=64,
+        max_step_tokens=64,
     )
     engine.runner.checks.append(device)  # type: ignore[attr-defined]
     return engine, group, device

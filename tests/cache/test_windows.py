@@ -33,7 +33,7 @@ MOSTLY_SLIDING = model(*[layer(WINDOW)] * 5, layer(0))
 
 @pytest.mark.parametrize("mib", [300, 400, 1000, 20000])
 def test_pages_leave_room_for_blocks(mib: int) -> None:
-    plan = resolve(EngineConfig(max_rows=512, max_seqs=16), MOSTLY_SLIDING, gpu(mib))
+    plan = resolve(EngineConfig(max_step_tokens=512, max_seqs=16), MOSTLY_SLIDING, gpu(mib))
     (window,) = plan.windows
     assert -(-(WINDOW + MOST_AHEAD) // 16) <= window.pages <= plan.max_seqs * 32768 // 16
     assert plan.num_blocks * 16 >= 1024 and plan.memory.total <= 0.85 * (mib << 20)

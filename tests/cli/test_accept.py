@@ -102,7 +102,7 @@ def test_speed_is_tokens_over_seconds_and_loses_nothing(measured: tuple[Any, str
 @pytest.mark.parametrize("depth", [None, 4])
 @pytest.mark.parametrize("num_blocks", [400, 24])  # with 24, requests are preempted and come back
 def test_traces_add_up_to_what_the_engine_counted(depth: int | None, num_blocks: int) -> None:
-    engine = fake_engine(FakeBlock(0.8), ngram=True, num_blocks=num_blocks, max_rows=40, max_seqs=3)
+    engine = fake_engine(FakeBlock(0.8), ngram=True, num_blocks=num_blocks, max_step_tokens=40, max_seqs=3)
     params = SamplingParams(40, num_draft=depth)
     traces = {engine.add([i, 7, 7], params): Trace() for i in range(6)}
     pieces = []
@@ -124,7 +124,7 @@ def test_traces_add_up_to_what_the_engine_counted(depth: int | None, num_blocks:
 
 
 def test_steps_inside_a_loop_are_left_out() -> None:
-    llm: Any = SimpleNamespace(engine=fake_engine(FakeBlock(0.5), num_blocks=400, max_rows=64))
+    llm: Any = SimpleNamespace(engine=fake_engine(FakeBlock(0.5), num_blocks=400, max_step_tokens=64))
     always = SamplingParams(80, num_draft=3, logit_bias={65: 100})  # writes 65 for ever: a loop from the second id on
     row = measure(llm, always, [[1], [2], [3]], lambda more: None)
     assert row.tokens == 240 and row.stats.num_spec_steps > 100

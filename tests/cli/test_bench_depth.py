@@ -13,7 +13,7 @@ from sparkdraft.operate.bench.synthetic import Acceptance
 from sparkdraft.util.plot import svg
 from tests.fakes import FakeBlock, fake_engine
 
-ROOM = {"num_blocks": 800, "block_size": 4, "max_rows": 64}
+ROOM = {"num_blocks": 800, "block_size": 4, "max_step_tokens": 64}
 PROMPTS = {"easy": [[1, 2, 3], [4, 5], [6, 7, 8]], "hard": [[9, 10]]}
 DEPTHS = [0, 1, 7, AUTO]
 Cells = dict[tuple[int, str, int], Cell]
@@ -59,7 +59,7 @@ def test_a_synthetic_acceptance_holds_at_the_deepest_and_is_cut_above_it() -> No
 )
 def test_streams_that_would_wait_for_each_other_are_refused(room: dict[str, int], message: str) -> None:
     """Three prompts of three ids, and 2 * (24 + 7 + 1) tokens of output: 17 blocks of 4 each."""
-    limits = {"max_seqs": 3, "num_blocks": 51, "max_model_len": 67, "block_size": 4, "max_rows": 64}
+    limits = {"max_seqs": 3, "num_blocks": 51, "max_model_len": 67, "block_size": 4, "max_step_tokens": 64}
     DepthBench(fake_engine(FakeBlock(0.7), **limits), 24, 0.0, None).check(PROMPTS["easy"], 3)
     with pytest.raises(UserError, match=message):
         DepthBench(fake_engine(FakeBlock(0.7), **limits | room), 24, 0.0, None).check(PROMPTS["easy"], 3)

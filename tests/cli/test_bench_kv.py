@@ -66,7 +66,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(tiny: Path, fmt: Format) -> LLM:
-    small: dict[str, Any] = {"max_seqs": 1, "max_rows": 120, "max_model_len": 256, "threads": 1}
+    small: dict[str, Any] = {"max_seqs": 1, "max_step_tokens": 120, "max_model_len": 256, "threads": 1}
     return LLM(str(tiny), device="cpu", dtype="float32", spec="off", prefix_cache=False, **small, **fmt.options)
 
 

@@ -192,7 +192,7 @@ def test_an_engine_with_weights_of_a_format_counts_the_bytes_that_it_keeps() -> 
 
 def test_drafter_shapes_are_those_of_the_published_drafters() -> None:
     draft = random_model.drafter_shape("dflash-5x", random_model.SHAPES["qwen3-8b"])
-    assert draft.taps == (1, 9, 17, 25, 33) and draft.block_size == 16 and draft.model.num_layers == 5
+    assert draft.aux_layers == (1, 9, 17, 25, 33) and draft.block_size == 16 and draft.model.num_layers == 5
     assert [(spec.window, spec.causal) for spec in draft.model.attention] == [(0, False)] * 5
     own = sum(int(np.prod(size)) for size in draft.tensor_shapes().values())
     assert 2 * own / 1e9 == pytest.approx(2.10, abs=0.02)  # gigabytes of z-lab's Qwen3-8B-DFlash in bfloat16
@@ -220,7 +220,7 @@ def test_a_given_acceptance_comes_out_as_given(offline: Run) -> None:
 
 
 @pytest.mark.parametrize("spec, drafter", [("off", None), ("0", "dflash-3x")])
-def test_the_same_target_without_its_drafter_or_with_a_parked_one(offline: Run, spec: str, drafter: str | None) -> None:
+def test_the_same_target_without_its_drafter_or_with_a_paused_one(offline: Run, spec: str, drafter: str | None) -> None:
     out, report = offline(*DRAFTED, "--batch", "2", "--output-len", "10", "--spec", spec)
     assert "SYNTHETIC" not in out and report["synthetic"] is False and report["drafter"] == drafter
     row = report["rows"][0]

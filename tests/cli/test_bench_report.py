@@ -139,7 +139,7 @@ def test_a_ceiling_is_what_the_bandwidth_allows(tiny: Path) -> None:
 def test_a_drafted_ceiling_counts_the_passes_that_were_made(tmp_path: Path) -> None:
     """A chain makes a pass per draft, in the steps in which it drafts: not in those of n-grams, nor in plain ones."""
     folder, _ = write_target(tmp_path, "qwen3_5")
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_seqs": 1, "max_rows": 32}
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_seqs": 1, "max_step_tokens": 32}
     llm = LLM(str(folder), drafter="mtp", ngram=False, profile="none", prefix_cache=False, **options)
     bench, load = Bench(llm.engine, llm.model_config, Ceilings(1.0, None)), Load(1, 20, 8)
     proposer, stats = llm.engine.drafting.proposer, SpecStats()

@@ -57,7 +57,7 @@ def test_a_quantised_file_becomes_floats_and_then_the_format(smollm2_path: Path)
     drafter = open_checkpoint(str(default_drafter("smollm2")))
     assert torch.as_tensor(FloatCheckpoint(drafter).read("d2t")).dtype == torch.int64, "ids are no weights"
     with pytest.raises(UserError, match="no matrix of floats"):  # what the wrapper is for
-        LLM("smollm2", dtype="float32", weights="fp8", spec="off", max_seqs=1, max_rows=16)
+        LLM("smollm2", dtype="float32", weights="fp8", spec="off", max_seqs=1, max_step_tokens=16)
 
 
 def test_the_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -352,7 +352,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_written(capsys: pytest.Captu
 
 
 def test_ctrl_c_while_the_prompt_is_read_drops_the_question(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(folder), dtype="float32", max_rows=16)
+    llm = LLM(str(folder), dtype="float32", max_step_tokens=16)
     talk = Conversation(llm, SamplingParams(max_tokens=3, ignore_eos=True))
     answer(talk, "hello")
     before, steps, step = talk.turns, 0, llm.engine.step

@@ -195,14 +195,14 @@ def test_lines_can_be_chosen_by_name() -> None:
 def test_the_command_prints_a_table_a_conclusion_and_json(
     ratio: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measurements = {"parked-drafter": [sample(ratio)] * 2}
-    monkeypatch.setattr(cpu, "GROUPS", (Group(("parked-drafter",), Script(**measurements)),))
-    assert main(["bench", "check-speed", "--only", "parked-drafter"]) == code
+    measurements = {"paused-drafter": [sample(ratio)] * 2}
+    monkeypatch.setattr(cpu, "GROUPS", (Group(("paused-drafter",), Script(**measurements)),))
+    assert main(["bench", "check-speed", "--only", "paused-drafter"]) == code
     out, err = capsys.readouterr()
     *table, said, last = out.splitlines()
-    assert len(table) == 2 and table[1].startswith("parked-drafter") and f"{ratio:.3f}" in table[1]
-    assert "measuring parked-drafter" in err and ("once more" in err) == (code == 1)
-    assert ("FELL: parked-drafter" in said) == (code == 1)
+    assert len(table) == 2 and table[1].startswith("paused-drafter") and f"{ratio:.3f}" in table[1]
+    assert "measuring paused-drafter" in err and ("once more" in err) == (code == 1)
+    assert ("FELL: paused-drafter" in said) == (code == 1)
     found = json.loads(last)
     assert found["status"] == code and found["lines"][0]["measured"] == ratio and found["lines"][0]["ratios"]
 
@@ -237,7 +237,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> cuda.Setup:
 
 
 def test_the_lines_of_a_gpu_run_on_a_toy(toy: cuda.Setup) -> None:
-    names = frozenset({"floor-1-stream", "parked-4-streams", "drafted-1-stream"})
+    names = frozenset({"floor-1-stream", "paused-4-streams", "drafted-1-stream"})
     found = cuda.short_contexts(toy, names, ignore)
     assert found.keys() == names and all(each.ratio > 0 for each in found.values())
     names = frozenset({"floor-32000-tokens", "turboquant-32000-tokens", "turboquant-prompt"})
@@ -255,12 +255,12 @@ def llm() -> LLM:
     return cpu.load("auto")
 
 
-def test_a_parked_drafter_is_measured_in_plain_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("FRESH_ENGINES", 1), ("PARKED_ROUNDS", 1), ("PLAIN_STEPS", 10), ("WARM_STEPS", 2)):
+def test_a_paused_drafter_is_measured_in_plain_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FRESH_ENGINES", 1), ("PAUSED_ROUNDS", 1), ("PLAIN_STEPS", 10), ("WARM_STEPS", 2)):
         monkeypatch.setattr(cpu, name, value)
     before = llm.engine.drafting.total.num_spec_steps
-    found = cpu.parked_drafter(frozenset(), ignore, lambda spec: llm)
-    assert len(found["parked-drafter"].ratios) == 1
+    found = cpu.paused_drafter(frozenset(), ignore, lambda spec: llm)
+    assert len(found["paused-drafter"].ratios) == 1
     assert llm.engine.drafting.total.num_spec_steps == before  # nothing was drafted
 
 
@@ -277,7 +277,7 @@ def test_a_long_prompt_beside_streams(llm: LLM) -> None:
     free = llm.engine.pool.num_free
     test = LongPrompt(llm, streams=2, prompt_len=700)
     alone, beside = test.alone(), test.beside()
-    chunks = -(-len(test.prompt) // llm.plan.max_rows)
+    chunks = -(-len(test.prompt) // llm.plan.max_step_tokens)
     assert len(beside.before.seconds) == 2 * 24 and len(beside.during.seconds) >= 2 * chunks
     assert not llm.engine.has_work and llm.engine.pool.num_free == free
     assert alone > 0 and beside.first >= beside.during.largest > 0

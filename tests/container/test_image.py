@@ -113,7 +113,7 @@ def test_every_variable_means_what_it_means_in_other_containers(container: Conta
     found = httpx.get(f"{client.base_url}status", headers={"Authorization": "Bearer key"}, timeout=PATIENT).json()
     plan = found["plan_facts"]
     assert (found["source"], found["names"], found["drafter"]["name"]) == ("/cache/target.gguf", ["small"], "dflash")
-    assert (plan["max_model_len"], plan["max_seqs"], plan["max_rows"]) == (2048, 3, 1024), plan
+    assert (plan["max_model_len"], plan["max_seqs"], plan["max_step_tokens"]) == (2048, 3, 1024), plan
     assert found["sampling_defaults"] == {"temperature": 1.0}, "EXTRA_ARGS: vLLM's own, not the model's"
     coded = plan["coded"]
     assert (plan["kv"], coded["key_bits"][:3], coded["value_bits"]) == ("turboquant", [4, 4, 3], 4), coded

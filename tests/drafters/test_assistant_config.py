@@ -68,7 +68,7 @@ def test_the_plan_counts_its_bytes_and_the_pages_it_reads(target: ModelConfig) -
     joins, head = 3 * 5376 * 1024, 262144 * 1024
     queries, mlp = 3 * 8192 + 16384, 3 * 8192
     assert caps.num_weights == joins + head + 1024 * (2 * queries + 4 * mlp)
-    assert (caps.taps, caps.kv, caps.chain, caps.own_head, caps.reads_back) == ((FINAL,), (), True, True, 2)
+    assert (caps.aux_layers, caps.kv, caps.chain, caps.own_head, caps.reads_back) == ((FINAL,), (), True, True, 2)
     gpu = Hardware("cuda", "a GPU", 16, 160 << 30, (9, 0))
     config = EngineConfig(model="x", kv_tokens=16384)
     bare, plan = (resolve(config, target, gpu, None, each) for each in (None, caps))

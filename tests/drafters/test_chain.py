@@ -221,7 +221,7 @@ def test_it_says_what_a_step_reads(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
 def test_a_prompt_of_which_one_row_is_left_drafts_at_once(pair: tuple[Path, Path], overlaps: bool) -> None:
     """After a chunk the drafter knows the last row's hidden state; after a prefix hit it does not, and waits a step."""
-    options: dict[str, Any] = {"max_rows": 32, "kv_tokens": 1024}
+    options: dict[str, Any] = {"max_step_tokens": 32, "kv_tokens": 1024}
     plain, llm = load(pair, **options), load(pair, overlaps=overlaps, **options)
     for length in (33, 65, 65):  # the last one is found in the prefix cache, up to its last id
         prompt = [3 + (i * 7 + length) % 200 for i in range(length)]

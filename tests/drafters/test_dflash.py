@@ -75,7 +75,7 @@ def expected(tmp_path: Path, target_folder: Path) -> Callable[..., Tensor]:
     dflash = pytest.importorskip("dflash.model", reason=reason)
 
     @torch.inference_mode()
-    def logits(config: dict[str, Any], tensors: dict[str, Tensor], taps: Tensor, anchor: int, width: int) -> Tensor:
+    def logits(config: dict[str, Any], tensors: dict[str, Tensor], aux_hidden: Tensor, anchor: int, width: int) -> Tensor:
         """z-lab's draft for one sequence, [width - 1, vocabulary], from the same features."""
         folder = tmp_path / "oracle"
         if not folder.exists():
@@ -85,9 +85,9 @@ def expected(tmp_path: Path, target_folder: Path) -> Callable[..., Tensor]:
         ids = torch.tensor([[anchor] + [model.mask_token_id] * (width - 1)])
         scale = float(dflash._draft_value(model.config, "input_embedding_scale", 1.0))
         hidden = model(
-            position_ids=torch.arange(taps.shape[0] + width)[None],
+            position_ids=torch.arange(aux_hidden.shape[0] + width)[None],
             noise_embedding=dflash._raw_input_embeddings(target, ids, scale),
-            target_hidden=taps.flatten(1)[None],
+            target_hidden=aux_hidden.flatten(1)[None],
         )
         return model.compute_logits(hidden[:, 1:], target.lm_head)[0]
 
@@ -98,7 +98,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 259, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def taps_of(target: Harness, prompt: list[int], name: str = "a") -> Tensor:
+def aux_hidden_of(target: Harness, prompt: list[int], name: str = "a") -> Tensor:
     return target.run({name: prompt}, TAPS)[1]
 
 
@@ -119,13 +119,13 @@ def test_drafts_are_those_of_zlabs_package(
     target = Harness(target_folder, *place)
     drafts = DraftHarness(target.model, folder, *place)
     tensors, size = random_tensors(equivalent), drafts.draft.block_size
-    taps = {name: taps_of(target, ids(length, length), name) for name, length in (("a", 1), ("b", 8), ("c", 37))}
-    wanted = {n: expected(equivalent, tensors, t, 7, size) for n, t in taps.items()}
+    aux_hidden = {name: aux_hidden_of(target, ids(length, length), name) for name, length in (("a", 1), ("b", 8), ("c", 37))}
+    wanted = {n: expected(equivalent, tensors, t, 7, size) for n, t in aux_hidden.items()}
 
-    drafts.observe({"a": taps["a"], "b": taps["b"][:5], "c": taps["c"][:16]})  # ragged and in chunks
-    drafts.observe({"c": taps["c"][16:36], "b": taps["b"][5:]})
-    drafts.observe({"c": taps["c"][36:]})
-    together = drafts.propose(dict.fromkeys(taps, 7))
+    drafts.observe({"a": aux_hidden["a"], "b": aux_hidden["b"][:5], "c": aux_hidden["c"][:16]})  # ragged and in chunks
+    drafts.observe({"c": aux_hidden["c"][16:36], "b": aux_hidden["b"][5:]})
+    drafts.observe({"c": aux_hidden["c"][36:]})
+    together = drafts.propose(dict.fromkeys(aux_hidden, 7))
     for name, logits in wanted.items():
         close(together[name], logits)
         close(drafts.propose({name: 7})[name], logits)  # a proposal leaves the context as it was
@@ -139,13 +139,13 @@ def test_a_draft_goes_on_where_the_text_did(
     tensors = random_tensors(config)
     target = Harness(target_folder, *place)
     drafts = DraftHarness(target.model, write_drafter(tmp_path / "d", config, tensors), *place)
-    taps = taps_of(target, ids(40))
+    aux_hidden = aux_hidden_of(target, ids(40))
     done = 0
     for accepted, width, depth in ((9, 8, 7), (1, 8, 7), (5, 4, 3), (8, 8, 2), (3, 6, 5)):
-        drafts.observe({"a": taps[done : done + accepted]})
+        drafts.observe({"a": aux_hidden[done : done + accepted]})
         done += accepted
         got = drafts.propose({"a": 11 + done}, width, depth)["a"]
-        close(got, expected(config, tensors, taps[:done], 11 + done, width)[:depth])
+        close(got, expected(config, tensors, aux_hidden[:done], 11 + done, width)[:depth])
 
 
 # ---- vocabularies and tables of its own
@@ -164,9 +164,9 @@ def test_a_draft_vocabulary_is_translated(llama: Path, tmp_path: Path) -> None:
     target = Harness(llama)
     drafts = DraftHarness(target.model, folder)
     plain = DraftHarness(target.model, write_drafter(tmp_path / "p", zlab(body()), random_tensors(body())))
-    taps = taps_of(target, ids(12))
+    aux_hidden = aux_hidden_of(target, ids(12))
     for harness in (drafts, plain):
-        harness.observe({"a": taps})
+        harness.observe({"a": aux_hidden})
     full = torch.zeros(320, 96).index_copy(0, kept, tensors["lm_head.weight"])
     plain.drafter.ends = type(plain.drafter.ends)(
         tensors["embed_tokens.weight"], 1.0, None, plain.drafter.ends.norm, type(target.model.head)(full), None
@@ -182,9 +182,9 @@ def test_a_mask_row_of_its_own(llama: Path, tmp_path: Path) -> None:
     tensors = random_tensors(body())
     own = DraftHarness(target.model, write_drafter(tmp_path / "own", zlab(body()), tensors | {"mask_embedding": row}))
     plain = DraftHarness(target.model, write_drafter(tmp_path / "plain", zlab(body()), tensors))
-    taps = taps_of(target, ids(12))
+    aux_hidden = aux_hidden_of(target, ids(12))
     for harness in (own, plain):
-        harness.observe({"a": taps})
+        harness.observe({"a": aux_hidden})
     before = plain.propose({"a": 7})["a"]
     assert isinstance(target.model.embedding, Tensor)
     target.model.embedding[own.draft.mask_token_id] = row
@@ -207,9 +207,9 @@ def packed(llama: Path, tmp_path: Path) -> tuple[Harness, DraftHarness, Path]:
 def test_packed_weights_draft_nearly_the_same(packed: tuple[Harness, DraftHarness, Path], llama: Path) -> None:
     target, drafts, folder = packed
     dense = DraftHarness(Harness(llama).model, folder)
-    taps = {"a": taps_of(target, ids(12), "a"), "b": taps_of(target, ids(30, 1), "b")}
-    dense.observe(taps)
-    drafts.observe(taps)
+    aux_hidden = {"a": aux_hidden_of(target, ids(12), "a"), "b": aux_hidden_of(target, ids(30, 1), "b")}
+    dense.observe(aux_hidden)
+    drafts.observe(aux_hidden)
     together, wanted = drafts.propose({"a": 7, "b": 9}), dense.propose({"a": 7, "b": 9})
     for name, anchor in (("a", 7), ("b", 9)):
         assert torch.equal(together[name], drafts.propose({name: anchor})[name])  # a row does not know its neighbours
@@ -220,19 +220,19 @@ def test_packed_weights_draft_nearly_the_same(packed: tuple[Harness, DraftHarnes
 def test_observe_and_propose_are_recorded(packed: tuple[Harness, DraftHarness, Path]) -> None:
     target, drafts, _ = packed
     for seq in ("a", "b"):
-        drafts.observe({seq: taps_of(target, ids(20, ord(seq)), seq)})
+        drafts.observe({seq: aux_hidden_of(target, ids(20, ord(seq)), seq)})
     drafter = drafts.drafter
-    taps, positions, slots = torch.randn(3, 2, 96), drafts.int32([20, 21, 20]), drafts.int32([0, 1, 2])
+    aux_hidden, positions, slots = torch.randn(3, 2, 96), drafts.int32([20, 21, 20]), drafts.int32([0, 1, 2])
     slots.copy_(drafts.int32(drafts.slots("a", 20, 22) + drafts.slots("b", 20, 21)))
 
     def observe() -> Tensor:
-        drafter.observe(CommittedRows(taps, positions, slots))
-        return taps
+        drafter.observe(CommittedRows(aux_hidden, positions, slots))
+        return aux_hidden
 
     block = drafts.block({"a": 7, "b": 9}, 8, 7)
     observing, proposing = native.Graph(observe), native.Graph(lambda: drafter.logits(block))
     for seed in range(3):
-        taps.copy_(torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(seed)))
+        aux_hidden.copy_(torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(seed)))
         block.token_ids[::8] = torch.tensor([20 + seed, 30 + seed], dtype=torch.int32)
         block.positions.sub_(1)
         block.view.context_len.sub_(1)
@@ -287,7 +287,7 @@ def test_a_mask_embedding_in_a_pickle_is_refused(llama: Path, tmp_path: Path) ->
 
 
 def test_the_embedded_drafter_knows_its_model(smollm2_path: Path) -> None:
-    """Right taps, norms, rotation and mask id show in one number: how often the first draft is what the model says."""
+    """Right aux_hidden, norms, rotation and mask id show in one number: how often the first draft is what the model says."""
     folder = default_drafter("smollm2")
     if folder is None or native.unavailable_reason():
         pytest.skip("no embedded drafter, or no native kernels")
@@ -295,15 +295,15 @@ def test_the_embedded_drafter_knows_its_model(smollm2_path: Path) -> None:
     drafts = DraftHarness(target.model, Path(folder), "native")
     chat = "<|im_start|>user\nWrite a Python function that sorts a list.<|im_end|>\n<|im_start|>assistant\n"
     prompt = open_checkpoint(str(smollm2_path)).tokenizer_json().encode(chat).ids
-    taps = drafts.drafter.caps.taps
-    logits, rows = target.run({"a": prompt}, taps)
+    aux_hidden = drafts.drafter.caps.aux_layers
+    logits, rows = target.run({"a": prompt}, aux_hidden)
     hits = []
     for _ in range(60):
         anchor = int(logits["a"][-1].argmax())
         drafts.observe({"a": rows})
         best = drafts.propose({"a": anchor})["a"][:1].argmax(-1)
         guess = int(ids_of(best, drafts.drafter.ends.ids))
-        logits, rows = target.run({"a": [anchor]}, taps)
+        logits, rows = target.run({"a": [anchor]}, aux_hidden)
         hits.append(guess == int(logits["a"][-1].argmax()))
     assert sum(hits) >= 42, f"{sum(hits)} of {len(hits)}"
 

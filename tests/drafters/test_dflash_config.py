@@ -49,19 +49,19 @@ def masks(draft: DFlashConfig) -> list[tuple[int, bool]]:
 
 def test_a_published_config() -> None:
     draft = DFlashConfig.read(QWEN3_8B)
-    assert (draft.taps, draft.block_size, draft.mask_token_id) == ((1, 9, 17, 25, 33), 16, 151669)
+    assert (draft.aux_layers, draft.block_size, draft.mask_token_id) == ((1, 9, 17, 25, 33), 16, 151669)
     assert masks(draft) == [(0, False)] * 5
     assert (draft.num_target_layers, draft.draft_vocab_size, draft.target_hidden_size) == (36, 151936, 4096)
     assert (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) == (None, 1.0, None)
     caps = draft.caps()
     assert (caps.name, caps.kv, caps.chain) == ("dflash", draft.model.attention, False)
-    assert (caps.taps, caps.max_depth) == (draft.taps, 15)
+    assert (caps.aux_layers, caps.max_depth) == (draft.aux_layers, 15)
 
 
 def test_the_dialects_mean_the_same() -> None:
     """speculators counts the embedding: its 1 and 3 are z-lab's layers 0 and 2."""
     one, other = DFlashConfig.read(zlab(body("sf", window=4))), DFlashConfig.read(speculators(body("sf", window=4)))
-    assert one.taps == other.taps == (0, 2)
+    assert one.aux_layers == other.aux_layers == (0, 2)
     assert masks(one) == masks(other) == [(4, True), (0, False)]
     assert (one.model, one.block_size, one.mask_token_id) == (other.model, other.block_size, other.mask_token_id)
 
@@ -77,11 +77,11 @@ def test_newer_configs_keep_the_block_size_and_scales_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps"), [(1, (18,)), (2, (1, 33)), (3, (1, 17, 33)), (5, (1, 9, 17, 25, 33)), (4, (1, 12, 22, 33))]
+    ("layers", "aux_layers"), [(1, (18,)), (2, (1, 33)), (3, (1, 17, 33)), (5, (1, 9, 17, 25, 33)), (4, (1, 12, 22, 33))]
 )
-def test_taps_where_the_config_is_silent(layers: int, taps: tuple[int, ...]) -> None:
+def test_aux_layers_where_the_config_is_silent(layers: int, aux_layers: tuple[int, ...]) -> None:
     config = {**QWEN3_8B, "num_hidden_layers": layers, "layer_types": None, "dflash_config": {"mask_token_id": 1}}
-    assert DFlashConfig.read(config).taps == taps
+    assert DFlashConfig.read(config).aux_layers == aux_layers
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,6 @@ def test_the_embedded_drafter(tmp_path: Path) -> None:
     assert folder is not None and find.default_drafter("another") is None
     for name in (folder, "smollm2-dflash"):
         draft = DFlashConfig.read(find.open_drafter(name).config)
-        assert (draft.taps, draft.block_size, draft.mask_token_id) == ((1, 8, 14, 20, 27), 16, 16)
+        assert (draft.aux_layers, draft.block_size, draft.mask_token_id) == ((1, 8, 14, 20, 27), 16, 16)
     with pytest.raises(UserError, match="GGUF"):
         find.open_drafter(str(tmp_path / "a.gguf"))

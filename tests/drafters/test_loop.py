@@ -25,7 +25,7 @@ from tests.models.tiny import oracle, write_tiny
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 LENGTH, OUTPUT, TAUGHT = 100, 48, 100
 BODIES = {"full": body("ff"), "sliding": body("ssf", window=6)}
-# Taps are blocks 0 and 2 of 4: of a last block, transformers shows z-lab the normed state, and no drafter reads that.
+# Aux layers are blocks 0 and 2 of 4: of a last block, transformers shows z-lab the normed state, and no drafter reads that.
 TARGET = {"num_hidden_layers": 4, "initializer_range": 0.1}
 PAIRS = [
     pytest.param(("llama", "full"), id="llama-full"),
@@ -98,7 +98,7 @@ def taught(dflash: Any, target_folder: Path, folder: Path) -> dict[str, Tensor]:
         texts = target.generate(torch.tensor(PROMPTS), min_new_tokens=OUTPUT, max_new_tokens=OUTPUT, do_sample=False)
         model = dflash.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
         hidden = target(texts, output_hidden_states=True).hidden_states
-        taps, size = dflash.extract_context_feature(hidden, model.target_layer_ids), model.block_size
+        aux_hidden, size = dflash.extract_context_feature(hidden, model.target_layer_ids), model.block_size
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(1)
     for _ in range(TAUGHT):
@@ -108,7 +108,7 @@ def taught(dflash: Any, target_folder: Path, folder: Path) -> dict[str, Tensor]:
         hidden = model(
             position_ids=torch.arange(start + size)[None],
             noise_embedding=target.get_input_embeddings()(block).detach(),
-            target_hidden=taps[:, :start],
+            target_hidden=aux_hidden[:, :start],
         )
         logits = model.compute_logits(hidden[:, 1:], target.lm_head)
         optimizer.zero_grad()

@@ -79,7 +79,7 @@ def test_each_draft_is_the_oracles(made: tuple[Path, Mtp], passes: list[Pass], m
     in the device's."""
     folder, head = made
     monkeypatch.setattr(Engine, "warm_up", lambda self: None)  # which only measures, and takes most of the time here
-    llm = load(folder, drafter="mtp", spec="3", dtype="float32", max_rows=16, max_seqs=2, prefix_cache=False)
+    llm = load(folder, drafter="mtp", spec="3", dtype="float32", max_step_tokens=16, max_seqs=2, prefix_cache=False)
     for one in (llm, overlapping(llm)):
         passes.clear()
         written = one.generate([PROMPT], SamplingParams(14, ignore_eos=True))[0].completions[0].ids

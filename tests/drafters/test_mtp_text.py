@@ -117,7 +117,7 @@ def test_preempted_requests_write_the_same(case: Case, overlaps: bool) -> None:
 def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are cut anywhere on the device: recurrent layers record the rows that are left, experts see no others, and
     the text stays the plain one."""
-    llm, dice = overlapping(drafting(case, spec="auto"), cuts=True), random.Random(0)
+    llm, rng = overlapping(drafting(case, spec="auto"), cuts=True), random.Random(0)
     engine, ops, sent, alive = llm.engine, llm.engine.runner.model.ops, list[int](), list[int]()
     controller, route, pack = engine.drafting.controllers["mtp"], ops.norm_route, ops.pack_rows
 
@@ -134,9 +134,9 @@ def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPat
         return rows
 
     def terms(states: list[Any]) -> list[float]:
-        price, deepest = dice.choice([0.0, 0.3, 0.7]), controller.max_depth
+        price, deepest = rng.choice([0.0, 0.3, 0.7]), controller.max_depth
         fit = [0.8, 0.0, *[0.0] * deepest]
-        return [*(price * k for k in range(1 + deepest)), *fit, *fit, *(dice.choice([-1.0, 0.8, 1.0]) for _ in states)]
+        return [*(price * k for k in range(1 + deepest)), *fit, *fit, *(rng.choice([-1.0, 0.8, 1.0]) for _ in states)]
 
     monkeypatch.setattr(ops, "norm_route", routed)
     monkeypatch.setattr(ops, "pack_rows", packed)

@@ -74,11 +74,11 @@ def speculators(dimensions: Mapping[str, Any], block_size: int = 8, **top: Any) 
     }
 
 
-def random_tensors(dimensions: Mapping[str, Any], taps: int = 2, prefix: str = "", seed: int = 5) -> dict[str, Tensor]:
+def random_tensors(dimensions: Mapping[str, Any], aux_hidden: int = 2, prefix: str = "", seed: int = 5) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden, inter, head_dim = (dimensions[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
     q, kv = dimensions["num_attention_heads"] * head_dim, dimensions["num_key_value_heads"] * head_dim
-    shapes = {"fc": (hidden, taps * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
+    shapes = {"fc": (hidden, aux_hidden * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
     for i in range(dimensions["num_hidden_layers"]):
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         mlp = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
@@ -140,16 +140,16 @@ class DraftHarness:
 
     @torch.inference_mode()
     def observe(self, chunks: Mapping[str, Tensor]) -> None:
-        """The next rows [rows, taps, hidden] of each named sequence, in one batch."""
+        """The next rows [rows, aux_hidden, hidden] of each named sequence, in one batch."""
         positions: list[int] = []
         slots: list[int] = []
-        for name, taps in chunks.items():
+        for name, aux_hidden in chunks.items():
             first = self.lengths.setdefault(name, 0)
-            last = self.lengths[name] = first + taps.shape[0]
+            last = self.lengths[name] = first + aux_hidden.shape[0]
             positions += range(first, last)
             slots += self.slots(name, first, last)
-        taps = torch.cat(list(chunks.values())).to(self.device, self.kv.k[0].dtype)
-        self.drafter.observe(CommittedRows(taps, self.int32(positions), self.int32(slots)))
+        aux_hidden = torch.cat(list(chunks.values())).to(self.device, self.kv.k[0].dtype)
+        self.drafter.observe(CommittedRows(aux_hidden, self.int32(positions), self.int32(slots)))
 
     def block(self, anchors: Mapping[str, int], width: int, depth: int) -> DraftBlock:
         ids, positions, slots, contexts = [], [], [], []

@@ -49,8 +49,8 @@ def jobs() -> dict[str, tuple[list[int], SamplingParams]]:
 
 
 def test_each_request_writes_what_it_writes_alone(folder: Path, options: dict[str, str]) -> None:
-    crowd = LLM(str(folder), max_seqs=8, max_rows=48, kv_tokens=320, **options).engine
-    alone = LLM(str(folder), max_seqs=1, max_rows=512, prefix_cache=False, **options)
+    crowd = LLM(str(folder), max_seqs=8, max_step_tokens=48, kv_tokens=320, **options).engine
+    alone = LLM(str(folder), max_seqs=1, max_step_tokens=512, prefix_cache=False, **options)
     rng, waiting, out, aborted = random.Random(4), list(jobs()), {}, set()
     free, num_preempted = crowd.pool.num_free, 0
     schedule = crowd.scheduler.schedule
@@ -96,8 +96,8 @@ def test_prefix_cache_spares_the_shared_prompt_and_changes_nothing(folder: Path,
 def test_prompt_logprobs_in_chunks_equal_those_in_one_piece(folder: Path, options: dict[str, str]) -> None:
     prompt = [random.Random(7).randrange(3, 259) for _ in range(300)]
     params = SamplingParams(max_tokens=2, prompt_logprobs=2)
-    whole = LLM(str(folder), max_rows=512, **options).generate([prompt], params)[0].completions[0]
-    pieces = LLM(str(folder), max_rows=70, max_seqs=4, **options).generate([prompt], params)[0].completions[0]
+    whole = LLM(str(folder), max_step_tokens=512, **options).generate([prompt], params)[0].completions[0]
+    pieces = LLM(str(folder), max_step_tokens=70, max_seqs=4, **options).generate([prompt], params)[0].completions[0]
     assert whole.prompt_logprobs is not None and pieces.prompt_logprobs is not None
     assert len(whole.prompt_logprobs) == 300 and whole.prompt_logprobs[0] is None
     for a, b, token in zip(whole.prompt_logprobs[1:], pieces.prompt_logprobs[1:], prompt[1:], strict=True):

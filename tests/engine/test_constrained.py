@@ -22,7 +22,7 @@ from sparkdraft.text.grammar import GrammarCompiler, GrammarState
 from tests.fakes import EOS, VOCAB, FakeBlock, fake_engine
 from tests.text.test_grammar import allowed, letters
 
-LONG = {"num_blocks": 400, "block_size": 4, "max_rows": 64}
+LONG = {"num_blocks": 400, "block_size": 4, "max_step_tokens": 64}
 LETTERS = letters([])  # its ids are the fakes' ids
 GRAMMARS = GrammarCompiler(LETTERS, VOCAB)
 LIST = GrammarSpec("regex", "([a-m]{3}-[0-9]{2}; ?){4}(end|stop)")
@@ -140,7 +140,7 @@ def test_it_survives_preemption_and_is_dropped_with_the_request() -> None:
         engine = engine_of()
         engine.add(prompts[name], params, name)
         alone[name] = ids_of(drain(engine), name)
-    engine = engine_of(Guesser(0.7, alone), num_blocks=26, max_model_len=64, max_seqs=6, max_rows=40)
+    engine = engine_of(Guesser(0.7, alone), num_blocks=26, max_model_len=64, max_seqs=6, max_step_tokens=40)
     preempted, schedule = 0, engine.scheduler.schedule
 
     def counted(depths: Any) -> Batch:

@@ -35,15 +35,15 @@ def params(depth: int) -> list[SamplingParams]:
 
 def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step another price per row, and blocks of 5 for all that have room for them."""
-    dice, controller, deepest = random.Random(0), drafting.controllers["mtp"], drafting.max_depth
+    rng, controller, deepest = random.Random(0), drafting.controllers["mtp"], drafting.max_depth
 
     def depths(requests: list[Request]) -> dict[Request, int]:
         left = {r: min(DEPTH, r.max_output - len(r.output_ids) - 1) for r in requests}
         return {r: depth for r, depth in left.items() if depth > 0 and drafting._asked(r) is None}
 
     def terms(states: list[Any]) -> list[float]:
-        price, flat = dice.choice([0.0, 0.1, 0.3, 0.6]), [0.8, -0.2, *[0.0] * deepest] * 2
-        return [*(price * k for k in range(1 + deepest)), *flat, *(dice.choice([-1.0, 0.7, 1.0]) for _ in states)]
+        price, flat = rng.choice([0.0, 0.1, 0.3, 0.6]), [0.8, -0.2, *[0.0] * deepest] * 2
+        return [*(price * k for k in range(1 + deepest)), *flat, *(rng.choice([-1.0, 0.7, 1.0]) for _ in states)]
 
     monkeypatch.setattr(drafting, "depths", depths)
     monkeypatch.setattr(controller, "cut_terms", terms)

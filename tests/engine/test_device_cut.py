@@ -34,18 +34,18 @@ def split(terms: list[float], lanes: int) -> CutTerms:
 
 def test_the_device_keeps_as_many_drafts_as_the_host() -> None:
     """Fits that have learnt, requests that kept more or less than was promised, greedy and drawn, of several depths."""
-    dice, depths = random.Random(0), DepthController(DEPTH, 0.7, [0, 1, 3, 7, 15])
+    rng, depths = random.Random(0), DepthController(DEPTH, 0.7, [0, 1, 3, 7, 15])
     for depth in [0, 1, 3, 7, 15] * 3:
         depths.measured(depth, 8, 100, 5 + 0.6 * bool(depth) + 0.4 * depth, depth, 0.6 * bool(depth))
     states, found = [depths.open() for _ in range(8)], set()
     for _ in range(200):
         depths.choose(states, [100] * len(states))
         for state in states:
-            state.parked = None
-        states[3].parked = (0, 0)  # it probes
-        gaps = [[dice.gauss(3, 4) for _ in range(DEPTH)] for _ in states]
+            state.paused = None
+        states[3].paused = (0, 0)  # it probes
+        gaps = [[rng.gauss(3, 4) for _ in range(DEPTH)] for _ in states]
         gaps[0][2], gaps[1][0] = float("nan"), 30.0
-        drawn, most = [dice.random() < 0.5 for _ in states], [dice.choice([1, 3, 7, 15]) for _ in states]
+        drawn, most = [rng.random() < 0.5 for _ in states], [rng.choice([1, 3, 7, 15]) for _ in states]
         asked = [state if i != 5 else None for i, state in enumerate(states)]  # one names its depth
         terms = split(depths.cut_terms(asked), len(states))
         on_device = reference.cut_drafts(
@@ -58,7 +58,7 @@ def test_the_device_keeps_as_many_drafts_as_the_host() -> None:
         assert on_device == on_host
         found |= set(on_host)
         for state, kept in zip(states, on_host, strict=True):
-            depths.record(state, kept, dice.randint(0, kept))
+            depths.record(state, kept, rng.randint(0, kept))
     assert len(found) > 8, "blocks are cut at many places"
 
 
@@ -94,16 +94,16 @@ def written(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
 
 def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Every step some price per row and any confidence in a request, and blocks of 15 for all."""
-    dice, controller = random.Random(seed), drafting.controllers["dflash"]
+    rng, controller = random.Random(seed), drafting.controllers["dflash"]
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, DEPTH))
     monkeypatch.setattr(controller, "expect", lambda *given: [])
     monkeypatch.setattr(controller, "measured", lambda *given: None)
     monkeypatch.setattr(controller, "verifies", lambda *given: None)
 
     def terms(states: list[Any]) -> list[float]:
-        price = dice.choice([0.0, 0.1, 0.3, 0.6])
+        price = rng.choice([0.0, 0.1, 0.3, 0.6])
         fits = [0.78, -0.25, *[0.0] * DEPTH, 0.57, -0.96, *[0.0] * DEPTH]
-        return [*(price * k for k in range(1 + DEPTH)), *fits, *(dice.choice([-1.0, 0.7, 1.0, 1.1]) for _ in states)]
+        return [*(price * k for k in range(1 + DEPTH)), *fits, *(rng.choice([-1.0, 0.7, 1.0, 1.1]) for _ in states)]
 
     monkeypatch.setattr(controller, "cut_terms", terms)
 

@@ -52,7 +52,7 @@ def test_one_request_is_the_models_own_greedy_text() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_many_requests_with_arrivals_aborts_and_a_small_pool_are_each_as_alone(temperature: float) -> None:
     rng = random.Random(5)
-    engine = fake_engine(num_blocks=24, max_model_len=64, max_seqs=6, max_rows=16)
+    engine = fake_engine(num_blocks=24, max_model_len=64, max_seqs=6, max_step_tokens=16)
     jobs = {}
     for i in range(64):
         shared = [7] * rng.choice([0, 0, 8, 12])
@@ -81,7 +81,7 @@ def test_many_requests_with_arrivals_aborts_and_a_small_pool_are_each_as_alone(t
 @given(st.data())
 def test_any_interleaving_of_add_abort_and_step_frees_everything(data: st.DataObject) -> None:
     blocks = data.draw(st.integers(6, 20))
-    engine = fake_engine(num_blocks=blocks, max_model_len=24, max_seqs=data.draw(st.integers(1, 5)), max_rows=8)
+    engine = fake_engine(num_blocks=blocks, max_model_len=24, max_seqs=data.draw(st.integers(1, 5)), max_step_tokens=8)
     for action in data.draw(st.lists(st.sampled_from(["add", "add", "step", "step", "abort"]), max_size=30)):
         if action == "add":
             prompt = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))
@@ -95,16 +95,16 @@ def test_any_interleaving_of_add_abort_and_step_frees_everything(data: st.DataOb
     assert not engine._outputs and not engine._by_id and not engine.sampler._tallies
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 19, 64])
-def test_any_split_of_a_prompt_gives_the_same_tokens(max_rows: int) -> None:
-    engine = fake_engine(max_rows=max_rows, max_seqs=1)
+@pytest.mark.parametrize("max_step_tokens", [1, 2, 3, 7, 19, 64])
+def test_any_split_of_a_prompt_gives_the_same_tokens(max_step_tokens: int) -> None:
+    engine = fake_engine(max_step_tokens=max_step_tokens, max_seqs=1)
     prompt = list(range(40))
     engine.add(prompt, SamplingParams(max_tokens=5), "a")
     assert drain(engine)["a", 0] == greedy(prompt, 5)
 
 
 def test_a_second_request_computes_only_what_the_prefix_cache_lacks() -> None:
-    engine = fake_engine(num_blocks=300, max_rows=512)
+    engine = fake_engine(num_blocks=300, max_step_tokens=512)
     prompt = [i % 251 for i in range(500)]
     first = engine.add([*prompt, 1], SamplingParams(max_tokens=4))
     one = drain(engine)[first, 0]
@@ -120,7 +120,7 @@ def test_a_second_request_computes_only_what_the_prefix_cache_lacks() -> None:
 
 
 def test_a_decoding_request_is_never_starved_by_a_long_prompt() -> None:
-    engine = fake_engine(max_rows=8)
+    engine = fake_engine(max_step_tokens=8)
     engine.add([1], SamplingParams(max_tokens=20, ignore_eos=True), "short")
     engine.step()
     engine.add(list(range(100)), SamplingParams(max_tokens=1), "long")

@@ -80,7 +80,7 @@ def test_what_a_model_asks_of_its_kernels(tmp_path: Path) -> None:
         assert each.gate_up.tiles and each.gate_up.tiles.shape[0] == spec.num_experts * 2 * spec.intermediate_size
         assert each.down.tiles and each.down.tiles.shape[1] == spec.intermediate_size
     assert found.head_dims == {spec.head_dim for spec in llm.model_config.attention} and not found.coded_dims
-    assert found.itemsize == 4 and found.most_rows == llm.plan.max_rows
+    assert found.itemsize == 4 and found.most_rows == llm.plan.max_step_tokens
 
 
 def test_what_a_drafter_asks_of_its_kernels(tmp_path: Path) -> None:
@@ -91,5 +91,5 @@ def test_what_a_drafter_asks_of_its_kernels(tmp_path: Path) -> None:
     assert proposer
     found = asked_by_drafter(proposer.drafter, llm.plan)
     hidden, caps = llm.model_config.hidden_size, proposer.drafter.caps
-    assert (hidden, len(caps.taps) * hidden) in {each.shape for each in found.matrices}, "the matrix that reads taps"
+    assert (hidden, len(caps.aux_layers) * hidden) in {each.shape for each in found.matrices}, "the matrix that reads aux hidden states"
     assert found.head_dims == {spec.head_dim for spec in caps.kv}

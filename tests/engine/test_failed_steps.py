@@ -56,7 +56,7 @@ PLACES += ["drafting.propose", "drafting.observe", "drafting.release", "_follow_
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("after", [0, 1, 5, 9])
 def test_what_ran_is_gone_and_what_waits_is_written_as_alone(place: str, after: int) -> None:
-    engine = fake_engine(FakeBlock(0.7), num_blocks=24, max_seqs=3, max_rows=16)
+    engine = fake_engine(FakeBlock(0.7), num_blocks=24, max_seqs=3, max_step_tokens=16)
     for name, prompt in PROMPTS.items():
         engine.add(prompt, SamplingParams(max_tokens=6, n=2, ignore_eos=True), name)
     mend = breaks(engine, place, after)

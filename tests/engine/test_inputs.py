@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_room_that_is_left_belongs_to_nobody_and_writes_nowhere() -> None:
-    inputs = StepInputs(max_rows=16, max_seqs=4, max_blocks=3, block_size=4, device=CPU)
+    inputs = StepInputs(max_step_tokens=16, max_seqs=4, max_blocks=3, block_size=4, device=CPU)
     full = Rows(list(range(100, 108)), 0, array("i", [7, 8]), 0, 8)
     inputs.fill([full, full])  # what an earlier step has left behind
     parts = [Rows([1, 2, 3, 4, 5], 2, array("i", [5, 6]), 4, 5), Rows([9], 3, array("i", [2]), 0, 1)]
@@ -29,7 +29,7 @@ def test_room_that_is_left_belongs_to_nobody_and_writes_nowhere() -> None:
 
 
 def test_a_batch_that_fills_its_room_is_left_as_it_is() -> None:
-    inputs = StepInputs(max_rows=8, max_seqs=2, max_blocks=1, block_size=8, device=CPU)
+    inputs = StepInputs(max_step_tokens=8, max_seqs=2, max_blocks=1, block_size=8, device=CPU)
     assert inputs.fill([Rows([1, 2], 0, array("i", [0]), 0, 2), Rows([3], 5, array("i", [1]), 0, 1)], 2, 3) == 3
     assert inputs.query_start.tolist() == [0, 2, 3] and inputs.slots[:3].tolist() == [0, 1, 13]
     assert inputs.logit_rows[:3].tolist() == [0, 1, 2]
@@ -64,7 +64,7 @@ class LateCopy:
 def test_chunks_that_reach_the_device_late_are_still_each_their_own(chunks: int) -> None:
     """Prompt chunks sample nothing, so the host does not wait for them; each must still arrive as it was written."""
     late, seen = LateDevice(), []
-    inputs = StepInputs(max_rows=4, max_seqs=1, max_blocks=8, block_size=4, device=CPU, copy=late.copy)
+    inputs = StepInputs(max_step_tokens=4, max_seqs=1, max_blocks=8, block_size=4, device=CPU, copy=late.copy)
     for chunk in range(chunks):
         ids = [10 * chunk + i for i in range(4)]
         inputs.fill([Rows(ids, 4 * chunk, array("i", range(chunk + 1)), 0, 0)])

@@ -16,7 +16,7 @@ from sparkdraft.llm import LLM
 from tests.models.tiny import write_tiny
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "spec": "off", "threads": 1, "prefix_cache": False}
-SMALL |= {"max_seqs": 2, "max_rows": 64, "max_model_len": 256, "block_size": 16}
+SMALL |= {"max_seqs": 2, "max_step_tokens": 64, "max_model_len": 256, "block_size": 16}
 
 
 def load(folder: Path, **options: Any) -> LLM:

@@ -248,7 +248,7 @@ def test_an_abort_before_a_launched_step_is_read_loses_nothing(host: LLM, overla
     assert seen["0"] == alone[0] and seen["2"] == alone[2] and seen["1"] == alone[1][: len(seen["1"])]
 
 
-def test_a_parked_drafter_catches_up(
+def test_a_paused_drafter_catches_up(
     host: LLM, overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter's cache is a function of the text alone, however plain and drafted steps alternate."""
@@ -322,7 +322,7 @@ def test_drafts_before_a_stop_are_counted_as_accepted_all_of_them(overlapped: LL
 @pytest.mark.parametrize("length", [32, 33, 65])
 def test_all_texts_of_a_prompt_begin_though_its_last_chunk_is_one_row(length: int, tmp_path: Path) -> None:
     """Such a request looks like one that decodes. Its other texts begin with its first id, in a step of the host's."""
-    options: dict[str, Any] = {"device": "cpu", "threads": 1, "max_seqs": 4, "max_rows": 32, "kv_tokens": 1024}
+    options: dict[str, Any] = {"device": "cpu", "threads": 1, "max_seqs": 4, "max_step_tokens": 32, "kv_tokens": 1024}
     llm = with_overlap(LLM(str(write_tiny(tmp_path, "qwen3")), dtype="float32", spec="off", ngram=False, **options))
     prompt = [3 + i % 200 for i in range(length)]
     (result,) = llm.generate([prompt], SamplingParams(max_tokens=4, n=2, ignore_eos=True))

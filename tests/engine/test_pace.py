@@ -24,7 +24,7 @@ def steps_of(pace: PromptPace, prompt: int, decode: float, row: float, growth: f
 
 
 @pytest.mark.parametrize(
-    ("target", "max_rows", "decode", "row"),
+    ("target", "max_step_tokens", "decode", "row"),
     [
         (0.2, 512, 0.024, 0.0022),  # two CPU cores and a small model: 8 streams
         (0.2, 512, 0.008, 0.0022),  # 1 stream
@@ -33,10 +33,10 @@ def steps_of(pace: PromptPace, prompt: int, decode: float, row: float, growth: f
     ],
 )
 def test_steps_keep_to_the_target_and_the_prompt_takes_little_longer_than_alone(
-    target: float, max_rows: int, decode: float, row: float
+    target: float, max_step_tokens: int, decode: float, row: float
 ) -> None:
-    prompt = 40 * max_rows
-    seconds = steps_of(PromptPace(target, max_rows), prompt, decode, row)
+    prompt = 40 * max_step_tokens
+    seconds = steps_of(PromptPace(target, max_step_tokens), prompt, decode, row)
     allowed = max(target, 5 * decode)
     assert max(seconds) <= 1.05 * allowed
     assert sum(seconds) <= 1.3 * prompt * row
@@ -88,7 +88,7 @@ def test_a_late_step_does_not_stop_the_prompt() -> None:
 
 
 def test_a_long_prompt_shares_its_steps_with_all_who_decode_and_takes_whole_steps_alone() -> None:
-    engine = fake_engine(num_blocks=256, max_seqs=4, max_rows=128)
+    engine = fake_engine(num_blocks=256, max_seqs=4, max_step_tokens=128)
     runner = engine.runner
     assert isinstance(runner, FakeRunner)
     engine.add([9] * 300, SamplingParams(max_tokens=1), "alone")
@@ -111,7 +111,7 @@ def test_a_long_prompt_shares_its_steps_with_all_who_decode_and_takes_whole_step
 
 
 def test_two_prompts_share_one_limit() -> None:
-    engine = fake_engine(num_blocks=256, max_seqs=4, max_rows=128)
+    engine = fake_engine(num_blocks=256, max_seqs=4, max_step_tokens=128)
     runner = engine.runner
     assert isinstance(runner, FakeRunner)
     engine.add([1], SamplingParams(max_tokens=200, ignore_eos=True), "a")

@@ -41,7 +41,7 @@ def test_look_ahead_of_an_earlier_step_is_given_back_before_anybody_is_preempted
 
 def test_a_prompt_that_does_not_fit_is_not_begun_again_and_again() -> None:
     """It is admitted while there is room for its first chunk only; once preempted, it waits for freed blocks."""
-    engine = fake_engine(num_blocks=64, max_seqs=2, max_rows=32, prefix_cache=False)
+    engine = fake_engine(num_blocks=64, max_seqs=2, max_step_tokens=32, prefix_cache=False)
     engine.add([1] * 100, forever(max_tokens=60), "stream")
     engine.step()
     engine.add([2] * 200, SamplingParams(max_tokens=1), "long")
@@ -52,7 +52,7 @@ def test_a_prompt_that_does_not_fit_is_not_begun_again_and_again() -> None:
 
 
 def test_prompt_log_probabilities_of_a_preempted_request_are_there_once() -> None:
-    engine = fake_engine(num_blocks=64, max_seqs=2, max_rows=32)
+    engine = fake_engine(num_blocks=64, max_seqs=2, max_step_tokens=32)
     engine.runner.prompt_logprobs = (
         lambda work, row, top: [  # type: ignore[attr-defined]
             TokenLogprob(i, 0.0, []) for i in work.request.prompt_ids[work.start + 1 : work.start + 1 + work.num_known]
@@ -71,7 +71,7 @@ def test_prompt_log_probabilities_of_a_preempted_request_are_there_once() -> Non
 
 
 def test_what_a_preempted_prompt_finds_of_itself_does_not_count_as_cached() -> None:
-    engine = fake_engine(num_blocks=64, max_seqs=2, max_rows=32)
+    engine = fake_engine(num_blocks=64, max_seqs=2, max_step_tokens=32)
     engine.add([1] * 100, forever(max_tokens=60), "stream")
     engine.step()
     engine.add(list(range(200)), SamplingParams(max_tokens=1), "long")
@@ -92,7 +92,7 @@ def test_drafts_still_use_blocks_that_are_free() -> None:
 
 
 def test_drafts_leave_rows_to_a_newcomer() -> None:
-    engine = fake_engine(FakeBlock(1.0), spec=7, num_blocks=64, max_seqs=2, max_rows=8)
+    engine = fake_engine(FakeBlock(1.0), spec=7, num_blocks=64, max_seqs=2, max_step_tokens=8)
     engine.add([1] * 4, forever(max_tokens=60), "a")
     engine.step()
     engine.step()  # what it costs alone is known now

@@ -30,7 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_that_fits_once_runs_in_several_engines(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, free = [0], 3_000_000
     monkeypatch.setattr(hardware, "free_memory", lambda: free - taken[0])
-    config = EngineConfig.of(model=str(tiny), device="cpu", dtype="float32", max_seqs=2, max_rows=16, spec="off")
+    config = EngineConfig.of(model=str(tiny), device="cpu", dtype="float32", max_seqs=2, max_step_tokens=16, spec="off")
     engines = Engines(open_model(config), ["abc"], 8)
     assert engines.speed({}, ONE).tok_s > 0
     taken[0] = engines.plan.memory.weights

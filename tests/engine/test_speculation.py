@@ -12,7 +12,7 @@ from sparkdraft.engine.accept import committed
 from sparkdraft.engine.engine import Engine
 from tests.fakes import FakeBlock, FakeRunner, fake_engine
 
-LONG = {"num_blocks": 400, "block_size": 4, "max_rows": 64}
+LONG = {"num_blocks": 400, "block_size": 4, "max_step_tokens": 64}
 
 
 def drain(engine: Engine) -> list[StepOutput]:
@@ -168,7 +168,7 @@ def test_the_report_of_a_request_contains_its_last_step() -> None:
     assert report and report["verify_ms"] == pytest.approx(total.verify_seconds * 1e3) and report["verify_ms"] > 0
 
 
-def test_always_wrong_is_parked_and_costs_next_to_nothing() -> None:
+def test_always_wrong_is_paused_and_costs_next_to_nothing() -> None:
     """Times as on two CPU cores: the steps of a whole request take at most 2 % longer than plain ones."""
     engine = fake_engine(FakeBlock(0.0), **LONG)
     (controller,), cost, steps = engine.drafting.controllers.values(), [4.9, 8.0, 9.6, 11.2, 13.3, 15.3, 17.4, 19.4], []
@@ -237,7 +237,7 @@ def test_off_and_on_share_a_batch() -> None:
 
 def test_many_requests_preempted_and_aborted_are_each_as_alone() -> None:
     rng = random.Random(2)
-    engine = fake_engine(FakeBlock(0.7), ngram=True, num_blocks=30, max_model_len=64, max_seqs=6, max_rows=40)
+    engine = fake_engine(FakeBlock(0.7), ngram=True, num_blocks=30, max_model_len=64, max_seqs=6, max_step_tokens=40)
     jobs = {
         f"r{i}": ([7] * rng.choice([0, 8]) + [rng.randrange(256) for _ in range(rng.randint(1, 20))],
                   SamplingParams(max_tokens=rng.randint(1, 30), temperature=rng.choice([0, 1]), seed=i))
@@ -318,7 +318,7 @@ def test_sampled_sequences_with_and_without_drafts_are_of_one_distribution(
 ) -> None:
     """Two samples of short sequences, each with seeds of its own, compared by a chi-square test of homogeneity."""
     counts = []
-    wide = {**LONG, "max_seqs": 50, "max_rows": 256}
+    wide = {**LONG, "max_seqs": 50, "max_step_tokens": 256}
     for engine, seed in ((fake_engine(**wide), 0), (fake_engine(FakeBlock(0.6), spec=3, **wide), 10**6)):
         seen: Counter[tuple[int, ...]] = Counter()
         bias = dict.fromkeys(range(3, 257), -100.0)  # three letters are left: 27 sequences

@@ -24,7 +24,7 @@ from sparkdraft.engine.backend import trials
 def test_every_batch_is_tried_at_the_depths_that_could_pay(
     device: str, has_experts: bool, max_depth: int, depths: set[int]
 ) -> None:
-    plan = SimpleNamespace(device=device, max_model_len=4096, max_seqs=8, max_rows=512)
+    plan = SimpleNamespace(device=device, max_model_len=4096, max_seqs=8, max_step_tokens=512)
     found = trials(plan, max_depth, has_experts)  # type: ignore[arg-type]
     batches = [(trial.seqs, trial.params.num_draft) for trial in found if trial.seqs > 1]
     assert sorted(batches) == sorted((seqs, depth) for seqs in (2, 4, 8) for depth in depths), "each once"

@@ -94,7 +94,7 @@ class FakeRunner:
         self.pages = FakePages(plan) if plan.coded else None
         self.cache = [-1] * (plan.num_blocks * plan.block_size)
         self.inputs = SimpleNamespace(positions=(), slots=())
-        self.taps = ()
+        self.aux_hidden = ()
         self.rows_run: list[int] = []  # rows of each step
         self.steps: list[list[tuple[str, int]]] = []  # (request, rows) of each step
         self.checks: list[Check] = []  # what other groups' device side checks
@@ -105,7 +105,7 @@ class FakeRunner:
 
     def run(self, batch: Batch) -> torch.Tensor:
         rows, self._work = [], batch.work
-        assert 0 < batch.num_rows <= self.plan.max_rows
+        assert 0 < batch.num_rows <= self.plan.max_step_tokens
         assert len({id(w.request) for w in batch.work}) == len(batch.work) <= self.plan.max_seqs
         self.rows_run.append(batch.num_rows)
         self.steps.append([(w.request.id, w.num_scheduled) for w in batch.work])
@@ -195,7 +195,7 @@ def _hashed(ids: tuple[int, ...]) -> torch.Tensor:
 
 
 def fake_plan(
-    num_blocks: int = 64, block_size: int = 4, max_seqs: int = 8, max_rows: int = 32, **changes: object
+    num_blocks: int = 64, block_size: int = 4, max_seqs: int = 8, max_step_tokens: int = 32, **changes: object
 ) -> Plan:
     values: dict[str, object] = {
         "device": "cpu",
@@ -205,7 +205,7 @@ def fake_plan(
         "threads": 1,
         "max_model_len": num_blocks * block_size,
         "max_seqs": max_seqs,
-        "max_rows": max_rows,
+        "max_step_tokens": max_step_tokens,
         "max_step_ms": 1000,
         "kv": "exact",
         "block_size": block_size,

@@ -122,10 +122,10 @@ def test_argmax_of_many_rows(vocab: int) -> None:
 @pytest.mark.parametrize("shape", [(9, 3, 100), (9, 4, 3, 100)])
 def test_taps_touch_their_own_layer_alone(shape: tuple[int, ...]) -> None:
     residual, positions = randn(5, 104)[:, :100], integers([0, 3, 4, 9, 1000])
-    taps, expected = (torch.full(shape, -1.0, device=DEVICE) for _ in range(2))
-    cuda.store_aux(residual, taps[:5], 1, positions)
+    aux_hidden, expected = (torch.full(shape, -1.0, device=DEVICE) for _ in range(2))
+    cuda.store_aux(residual, aux_hidden[:5], 1, positions)
     reference.store_aux(residual, expected[:5], 1, positions)
-    assert torch.equal(taps, expected) and (taps != -1).sum() == 500
+    assert torch.equal(aux_hidden, expected) and (aux_hidden != -1).sum() == 500
 
 
 # Attention

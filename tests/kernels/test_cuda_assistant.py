@@ -29,9 +29,9 @@ def passes(target: Path, drafter: Path, kernel: str, device: str) -> tuple[list[
     harness, ops = Harness(target, kernel, device), kernels.load(kernel)
     source = open_checkpoint(str(drafter))
     names = ("long", "short")
-    _, taps = harness.run({name: ids[:-1] for name, ids in zip(names, IDS, strict=True)}, (FINAL,))
+    _, aux_hidden = harness.run({name: ids[:-1] for name, ids in zip(names, IDS, strict=True)}, (FINAL,))
     ends = [len(IDS[0]) - 2, len(IDS[0]) + len(IDS[1]) - 3]
-    hidden = torch.cat((taps[ends], torch.zeros_like(taps[:1]))).to(device)
+    hidden = torch.cat((aux_hidden[ends], torch.zeros_like(aux_hidden[:1]))).to(device)
     width = max(len(harness.tables[name]) for name in names)
     tables = [harness.tables[name] + [0] * (width - len(harness.tables[name])) for name in names] + [[0] * width]
     numbers = [[ids[-1] for ids in IDS] + [0], [len(ids) for ids in IDS] + [0]]

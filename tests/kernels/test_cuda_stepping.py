@@ -152,13 +152,13 @@ STAMP = integers([0], torch.int64) if INTERPRET or torch.cuda.is_available() els
 @gpu
 @pytest.mark.parametrize("width", [1, 2, 4, 7, 16])
 def test_make_rows(width: int) -> None:
-    dice = random.Random(width)
+    rng = random.Random(width)
     for case in range(6):
-        seqs, blocks, size = dice.choice([1, 3, 8]), dice.randint(1, 9), dice.choice([1, 8, 16])
-        lengths = [dice.choice([0, 1, dice.randint(1, blocks * size)]) for _ in range(seqs)]
-        length, token = integers(lengths), integers([dice.randint(0, 10**5) for _ in range(seqs)])
-        tables = integers([[dice.randint(0, 10**5) for _ in range(blocks + 3)] for _ in range(seqs)])[:, :blocks]
-        first = integers([dice.randint(0, 10**5) for _ in range(seqs)]) if case > 2 else None
+        seqs, blocks, size = rng.choice([1, 3, 8]), rng.randint(1, 9), rng.choice([1, 8, 16])
+        lengths = [rng.choice([0, 1, rng.randint(1, blocks * size)]) for _ in range(seqs)]
+        length, token = integers(lengths), integers([rng.randint(0, 10**5) for _ in range(seqs)])
+        tables = integers([[rng.randint(0, 10**5) for _ in range(blocks + 3)] for _ in range(seqs)])[:, :blocks]
+        first = integers([rng.randint(0, 10**5) for _ in range(seqs)]) if case > 2 else None
         got = cuda.make_rows(length, tables, token, width, size, 77, first)
         expected = reference.make_rows(length, tables, token, width, size, 77, first)
         for mine, wanted in zip(got, expected, strict=True):
@@ -169,13 +169,13 @@ def test_make_rows(width: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 3, 7, 15])
 def test_rows_are_packed_and_drafts_accepted(depth: int) -> None:
     """Lanes of which some are empty, and of which each keeps as many drafts as it likes."""
-    dice = random.Random(depth)
+    rng = random.Random(depth)
 
     def some(count: int, low: int, high: int) -> Tensor:
-        return integers([dice.randint(low, high) for _ in range(count)])
+        return integers([rng.randint(low, high) for _ in range(count)])
 
     for case in range(8):
-        seqs, size, blocks = dice.choice([1, 3, 8]), dice.choice([1, 8, 16]), dice.randint(1, 5)
+        seqs, size, blocks = rng.choice([1, 3, 8]), rng.choice([1, 8, 16]), rng.randint(1, 5)
         drafts: Tensor | None = some(seqs * (depth + 2), 0, 1).view(seqs, -1)[:, 1 : depth + 1]  # rows apart
         samples, kept = some(seqs * (depth + 1), 0, 1), some(seqs, 0, depth + 1)
         if case % 2:

@@ -471,9 +471,9 @@ def test_embed_is_the_reference(bits: int) -> None:
 def test_gathers_and_taps_copy_rows() -> None:
     x, ids = torch.randn(9, 40)[:, :24], torch.tensor([8, 0, 0, 3], dtype=torch.int32)
     assert torch.equal(native.embed(ids, x), x[ids.long()])
-    taps = torch.full((9, 3, 24), math.nan)
-    native.store_aux(x, taps, 1, torch.empty(0))
-    assert torch.equal(taps[:, 1], x) and taps[:, 0].isnan().all()
+    aux_hidden = torch.full((9, 3, 24), math.nan)
+    native.store_aux(x, aux_hidden, 1, torch.empty(0))
+    assert torch.equal(aux_hidden[:, 1], x) and aux_hidden[:, 0].isnan().all()
 
 
 def test_rows_are_joined_as_the_reference_does() -> None:

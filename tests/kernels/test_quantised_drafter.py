@@ -28,12 +28,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("form", QUANTISERS)
 def test_drafts_are_those_of_the_definition(form: str, ids: list[int] | None, folders: tuple[Path, Path]) -> None:
     target, drafter = folders
-    taps = torch.randn(21, 2, 96, generator=torch.Generator().manual_seed(3))
+    aux_hidden = torch.randn(21, 2, 96, generator=torch.Generator().manual_seed(3))
     found = []
     for kernel, device in (("reference", "cpu"), ("cuda", DEVICE)):
         model = Harness(target, "reference" if DEVICE == "cpu" else kernel, device).model
         drafts = DraftHarness(model, drafter, kernel, device, torch.float32, form, ids)
-        drafts.observe({"a": taps[:9], "b": taps[9:]})
+        drafts.observe({"a": aux_hidden[:9], "b": aux_hidden[9:]})
         found.append(drafts.propose({"a": 7, "b": 11}, width=4))
     for name, logits in found[0].items():
         assert logits.shape == (3, len(IDS) if ids else 320)

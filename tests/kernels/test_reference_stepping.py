@@ -39,13 +39,13 @@ def laid_out(length: list[int], tables: list[list[int]], token: list[int], width
 
 @pytest.mark.parametrize("ops", [reference, pytest.param(native, marks=needs_compiler)], ids=lambda ops: ops.NAME)
 def test_make_rows_is_what_a_loop_does(ops: Ops) -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     for case in range(200):
-        seqs, width, size, blocks = (dice.randint(1, 9) for _ in range(4))
-        length = [dice.choice([0, 1, dice.randint(1, blocks * size)]) for _ in range(seqs)]
-        tables = [[dice.randint(0, 99) for _ in range(blocks)] for _ in range(seqs)]
-        token = [dice.randint(0, 500) for _ in range(seqs)]
-        first = [dice.randint(0, 500) for _ in range(seqs)] if case % 3 else None
+        seqs, width, size, blocks = (rng.randint(1, 9) for _ in range(4))
+        length = [rng.choice([0, 1, rng.randint(1, blocks * size)]) for _ in range(seqs)]
+        tables = [[rng.randint(0, 99) for _ in range(blocks)] for _ in range(seqs)]
+        token = [rng.randint(0, 500) for _ in range(seqs)]
+        first = [rng.randint(0, 500) for _ in range(seqs)] if case % 3 else None
         start = None if first is None else int32(first)
         got = ops.make_rows(int32(length), int32(tables), int32(token), width, size, FILL, start)
         assert all(t.dtype == torch.int32 for t in got)
@@ -53,15 +53,15 @@ def test_make_rows_is_what_a_loop_does(ops: Ops) -> None:
 
 
 def test_pack_rows_is_what_a_loop_does() -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     for case in range(300):
-        seqs, size, blocks = (dice.randint(1, 9) for _ in range(3))
-        depth = dice.choice([0, 0, 1, 3, 7])
-        length = [dice.choice([0, 1, dice.randint(1, blocks * size)]) for _ in range(seqs)]
-        tables = [[dice.randint(0, 99) for _ in range(blocks)] for _ in range(seqs)]
-        token = [dice.randint(0, 500) for _ in range(seqs)]
-        drafts = [[dice.randint(0, 500) for _ in range(depth)] for _ in range(seqs)]
-        kept = [dice.randint(0, depth + 2) for _ in range(seqs)]  # more than there are: all
+        seqs, size, blocks = (rng.randint(1, 9) for _ in range(3))
+        depth = rng.choice([0, 0, 1, 3, 7])
+        length = [rng.choice([0, 1, rng.randint(1, blocks * size)]) for _ in range(seqs)]
+        tables = [[rng.randint(0, 99) for _ in range(blocks)] for _ in range(seqs)]
+        token = [rng.randint(0, 500) for _ in range(seqs)]
+        drafts = [[rng.randint(0, 500) for _ in range(depth)] for _ in range(seqs)]
+        kept = [rng.randint(0, depth + 2) for _ in range(seqs)]  # more than there are: all
         stamp = torch.zeros(1, dtype=torch.int64)
         given = torch.tensor(drafts, dtype=(torch.int32, torch.int64)[case % 2]) if depth else None
         rows = reference.pack_rows(int32(length), int32(tables), int32(token), given, int32(kept), size, stamp)
@@ -83,14 +83,14 @@ def test_pack_rows_is_what_a_loop_does() -> None:
 
 
 def test_accept_drafts_is_what_a_loop_does() -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     for case in range(300):
-        seqs, depth = dice.randint(1, 9), dice.randint(0, 6)
-        drafts = [[dice.randint(0, 1) for _ in range(depth)] for _ in range(seqs)]
-        samples = [dice.randint(0, 1) for _ in range(seqs * (depth + 1))]
-        kept = [dice.randint(0, depth) for _ in range(seqs)]
-        length = [dice.choice([0, dice.randint(1, 50)]) for _ in range(seqs)]
-        given = [dice.randint(0, depth) for _ in range(seqs)] if case % 3 == 0 else None
+        seqs, depth = rng.randint(1, 9), rng.randint(0, 6)
+        drafts = [[rng.randint(0, 1) for _ in range(depth)] for _ in range(seqs)]
+        samples = [rng.randint(0, 1) for _ in range(seqs * (depth + 1))]
+        kept = [rng.randint(0, depth) for _ in range(seqs)]
+        length = [rng.choice([0, rng.randint(1, 50)]) for _ in range(seqs)]
+        given = [rng.randint(0, depth) for _ in range(seqs)] if case % 3 == 0 else None
         lanes, stamp = [int32(x) for x in (length, [-7] * seqs, [-8] * seqs)], torch.zeros(1, dtype=torch.int64)
         verified = int32(drafts) if depth else None
         tables = int32([[2 * lane, 2 * lane + 1] for lane in range(seqs)])

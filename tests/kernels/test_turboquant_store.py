@@ -239,18 +239,18 @@ CASES = [(64, (4, 3)), (64, (3, 5)), (96, (5, 4)), (128, (4, 3)), (128, (2, 2)),
 @pytest.mark.parametrize(("dim", "bits"), CASES)
 def test_ragged_batches(dim: int, bits: tuple[int, int]) -> None:
     """Chunks, single rows and drafts of which the last are rejected, of sequences that stand anywhere, in any order."""
-    dice, lengths = random.Random(dim + sum(bits)), [170, 150, 30, 133]
+    rng, lengths = random.Random(dim + sum(bits)), [170, 150, 30, 133]
     cache, done = Cache(lengths, dim, bits), [0, 0, 0, 0]
     while any(d < n for d, n in zip(done, lengths, strict=True)):
-        batch = [s for s in range(4) if done[s] < lengths[s] and dice.random() < 0.8]
-        dice.shuffle(batch)
-        rows = {s: dice.choice([1, 1, 5, 16, 17, 60]) for s in batch}
+        batch = [s for s in range(4) if done[s] < lengths[s] and rng.random() < 0.8]
+        rng.shuffle(batch)
+        rows = {s: rng.choice([1, 1, 5, 16, 17, 60]) for s in batch}
         spans = [(s, done[s], min(done[s] + rows[s], lengths[s])) for s in batch]
         if not spans:
             continue
         cache.step(spans)
         for s, start, end in spans:
-            done[s] = end if end - start > 16 else dice.randint(start + 1, end)
+            done[s] = end if end - start > 16 else rng.randint(start + 1, end)
             cache.write([(s, done[s], end)], wrong=True)  # what was rejected is no part of the text
 
 

@@ -65,8 +65,8 @@ class Harness:
         self.free = list(torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)))
 
     @torch.inference_mode()
-    def run(self, chunks: dict[str, list[int]], tap_layers: tuple[int, ...] = ()) -> tuple[dict[str, Tensor], Tensor]:
-        """Feed each named sequence its next ids in one ragged batch: (logits of its rows by name, taps)."""
+    def run(self, chunks: dict[str, list[int]], aux_layers: tuple[int, ...] = ()) -> tuple[dict[str, Tensor], Tensor]:
+        """Feed each named sequence its next ids in one ragged batch: (logits of its rows by name, aux_hidden)."""
         ids, positions, slots, starts, contexts = [], [], [], [0], []
         for name, chunk in chunks.items():
             first = self.lengths.setdefault(name, 0)
@@ -91,11 +91,11 @@ class Harness:
         if self.kv.begin:
             self.kv.begin(self._int(slots), view)
         step = Step(self._int(ids), self._int(positions), self._int(slots), view, self.kv.layers)
-        shape = (len(ids), len(tap_layers), self.model.config.hidden_size)
-        taps = torch.full(shape, float("nan"), device=self.device, dtype=self.model.dtype)
-        residual = self.model.forward(step, tap_layers, taps if tap_layers else None)
+        shape = (len(ids), len(aux_layers), self.model.config.hidden_size)
+        aux_hidden = torch.full(shape, float("nan"), device=self.device, dtype=self.model.dtype)
+        residual = self.model.forward(step, aux_layers, aux_hidden if aux_layers else None)
         logits = self.model.logits(residual).float().cpu()
-        return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}, taps.float().cpu()
+        return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}, aux_hidden.float().cpu()
 
     def _int(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

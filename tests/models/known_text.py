@@ -27,6 +27,6 @@ class KnownText:
         length = self.lanes.length[: kind.seqs].unsqueeze(1)
         places = length + torch.arange(kind.depth, device=length.device)
         drafts = self.known[: kind.seqs].gather(1, places.clamp(max=LONGEST - 1))
-        dice = (places * 1103515245 + 12345) // 65536 % 1000
-        self.lanes._gaps = [(dice % 17 - 6).float()]
-        return torch.where(dice % 7 == 0, (drafts + 1) % self.vocab, drafts).int()
+        rng = (places * 1103515245 + 12345) // 65536 % 1000
+        self.lanes._gaps = [(rng % 17 - 6).float()]
+        return torch.where(rng % 7 == 0, (drafts + 1) % self.vocab, drafts).int()

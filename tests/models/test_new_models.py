@@ -55,7 +55,7 @@ def all_is_free(llm: LLM) -> bool:
 
 def test_it_writes_what_the_oracle_would(folder: Path) -> None:
     """Prompts in chunks, across the window's edge, and what is written after them."""
-    llm = load(folder, max_rows=20, max_seqs=4)
+    llm = load(folder, max_step_tokens=20, max_seqs=4)
     for prompt in (PROMPTS[0], PROMPTS[15]):
         found, after = read(llm, prompt)
         scores = oracle_logits(folder, [*prompt, *after]).log_softmax(-1)

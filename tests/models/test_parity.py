@@ -1,4 +1,4 @@
-"""Logits equal to transformers' for checkpoints it wrote: whole prompts, every split, ragged batches, decode, taps."""
+"""Logits equal to transformers' for checkpoints it wrote: whole prompts, every split, ragged batches, decode, aux_hidden."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_ragged_batch_of_chunks_and_decode_rows(folder: Path, place: tuple[str, 
 
 def test_taps_are_the_residual_after_the_named_blocks(folder: Path, place: tuple[str, str]) -> None:
     prompt = ids(12)
-    _, taps = Harness(folder, *place).run({"a": prompt}, tap_layers=(1, 0))
+    _, aux_hidden = Harness(folder, *place).run({"a": prompt}, aux_layers=(1, 0))
     with torch.inference_mode():
         states = oracle(folder)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
-    close(taps[:, 0], states[2][0])
-    close(taps[:, 1], states[1][0])
+    close(aux_hidden[:, 0], states[2][0])
+    close(aux_hidden[:, 1], states[1][0])
 
 
 # Widths that are no multiples of 32 stay floats on the CPU's own kernels, so these can be held to the same oracle.

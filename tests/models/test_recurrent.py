@@ -55,7 +55,7 @@ def each_alone(plain: LLM) -> Texts:
 
 
 def test_it_writes_what_the_oracle_would(folder: Path) -> None:
-    llm = load(folder, dtype="float32", max_rows=40)
+    llm = load(folder, dtype="float32", max_step_tokens=40)
     (text,) = texts(llm, [LONG], SamplingParams(20, ignore_eos=True))
     scores = oracle_logits(folder, [*LONG, *text])
     assert scores[len(LONG) - 1 : -1].argmax(-1).tolist() == text

@@ -112,7 +112,7 @@ def test_other_caches_of_the_full_layers(folder: Path, cache: dict[str, Any]) ->
 
 def test_a_model_whose_states_do_not_fit_is_told_how_many_would(folder: Path) -> None:
     with pytest.raises(UserError, match=r"states of 200000 requests take .*: ask for max_seqs \d+ or fewer"):
-        load(folder, max_seqs=200_000, max_rows=200_000)
+        load(folder, max_seqs=200_000, max_step_tokens=200_000)
 
 
 def test_the_plan_counts_states(folder: Path) -> None:

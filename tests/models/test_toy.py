@@ -72,7 +72,7 @@ def all_is_free(llm: LLM) -> bool:
 
 def test_it_computes_what_the_oracle_computes(folder: Path) -> None:
     """A prompt longer than the window, in chunks, and what is written after it."""
-    llm = load(folder, dtype="float32", max_rows=40)
+    llm = load(folder, dtype="float32", max_step_tokens=40)
     prompt = PROMPTS[4]
     llm.engine.add(prompt, SamplingParams(30, prompt_logprobs=0, ignore_eos=True))
     ids, reported = list(prompt), []

@@ -106,7 +106,7 @@ def test_rows_per_step_follow_the_requests_at_once() -> None:
     plan = resolve(
         EngineConfig(max_seqs=1000, kv_tokens=64_000, max_model_len=64), LARGE, replace(LAPTOP, free_bytes=64 << 30)
     )
-    assert (plan.max_seqs, plan.max_rows) == (1000, 1000)
+    assert (plan.max_seqs, plan.max_step_tokens) == (1000, 1000)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_rows_per_step_follow_the_requests_at_once() -> None:
         (EngineConfig(dtype="bfloat16"), LAPTOP, "needs a GPU"),
         (EngineConfig(dtype="quantised"), SPARK, "runs on a CPU only"),
         (EngineConfig(max_model_len=10**6), SPARK, "made for 40960"),
-        (EngineConfig(max_rows=4, max_seqs=8), SPARK, "max_rows is 4"),
+        (EngineConfig(max_step_tokens=4, max_seqs=8), SPARK, "max_step_tokens is 4"),
         (EngineConfig(), replace(SPARK, free_bytes=8 << 30), "does not fit"),
         (EngineConfig(kv_tokens=10**8), SPARK, "ask for .* or fewer"),
         (EngineConfig(kv_tokens=10**8), LAPTOP, "ask for .* or fewer"),

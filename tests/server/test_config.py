@@ -62,7 +62,7 @@ def test_the_names_of_containers() -> None:
     config = merge_with_container({}, None, environ | {"ENABLE_TURBOQUANT": "1"})
     engine = config.engine
     assert (engine.model, engine.drafter, engine.spec) == ("/models/target", "z-lab/x", "15")
-    assert (engine.max_model_len, engine.max_seqs, engine.max_rows) == (65536, 16, 32768)
+    assert (engine.max_model_len, engine.max_seqs, engine.max_step_tokens) == (65536, 16, 32768)
     assert (engine.memory_fraction, config.names, config.api_key) == (0.5, ["qwen"], "secret")
     assert (engine.tq_mode, engine.tq_key_bits, engine.tq_value_bits) == ("full_tq", 5, 4)
     assert (engine.tq_ring_capacity, engine.tq_initial_layers, engine.kv) == (256, 2, "turboquant")

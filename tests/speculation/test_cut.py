@@ -183,23 +183,23 @@ def test_the_first_blocks_of_a_process_do_not_decide_alone() -> None:
         kept = depths.cut(state, unsure[:depth], False)
         depths.verifies([kept], 1)
         depths.record(state, kept, min(accepted, kept))
-    assert depths.choose([state], [100])[0] > 0 and state.parked is None
+    assert depths.choose([state], [100])[0] > 0 and state.paused is None
     for _ in range(20):  # and then it stays so
         (depth,) = depths.choose([state], [100])
         if depth:
             depths.record(state, depths.cut(state, [-1.0] * depth, False), 0)
-    assert state.parked is not None
+    assert state.paused is not None
 
 
 def steps_after_change(seed: int, before: float, after: float) -> int:
-    """Steps from where the drafter's gaps change their mean until the request changes sides: parks, or drafts because
+    """Steps from where the drafter's gaps change their mean until the request changes sides: pauses, or drafts because
     it pays."""
     depths, rng, written, steps = controller(), random.Random(seed), 0, 0
     state, change = depths.open(), 300 + random.Random(-seed).randrange(100)
     while steps < 500:
         (depth,) = depths.choose([state], [100])
         changed = written >= change
-        if changed and (state.parked is None) == (after > before):
+        if changed and (state.paused is None) == (after > before):
             break
         gaps = [rng.gauss(after if changed else before, 0.8) for _ in range(MAX_DEPTH)]
         kept = depths.cut(state, gaps[:depth], False) if depth else 0
@@ -254,7 +254,7 @@ def test_a_block_that_is_cut_to_nothing_is_a_plain_step_that_parks_nothing() -> 
     depths.verifies([0], 1)
     depths.measured(0, 1, 100, drafting(3) + verifying(0), 3, drafting(3))
     depths.record(state, 0, 0)
-    assert state.parked is None and state.waited == 0
+    assert state.paused is None and state.waited == 0
     assert depths.costs[0, 0].curve()[0] == pytest.approx(drafting(0) + verifying(0), rel=0.01)
 
 
@@ -302,7 +302,7 @@ def test_a_probe_is_not_cut() -> None:
     depths = controller()
     state = depths.open()
     depths.choose([state], [100])
-    state.parked = (0, 0)
+    state.paused = (0, 0)
     assert depths.cut(state, [0.0, 0.0, 0.0], False) == 3
 
 

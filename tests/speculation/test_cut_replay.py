@@ -63,7 +63,7 @@ def test_a_cut_needs_two_thirds_of_the_rows_for_as_many_tokens() -> None:
 
 def controlled(draft: Callable[[int], float], verify: Callable[[int], float], cut: bool) -> float:
     """Speed over plain of the real controller, one text after the other."""
-    depths, dice = DepthController(15, 0.69, DEPTHS), random.Random(0)
+    depths, rng = DepthController(15, 0.69, DEPTHS), random.Random(0)
     for depth in DEPTHS * 3:
         depths.measured(depth, 1, 100, draft(depth) + verify(depth), depth, draft(depth))
     time, written = 0.0, 0
@@ -74,7 +74,7 @@ def controlled(draft: Callable[[int], float], verify: Callable[[int], float], cu
             kept = depths.cut(state, GAPS[place][:depth], False) if depth and cut else depth
             if kept < depth:
                 depths.verifies([kept], 1)
-            parts = draft(depth) * dice.gauss(1, 0.03), verify(kept) * dice.gauss(1, 0.03)
+            parts = draft(depth) * rng.gauss(1, 0.03), verify(kept) * rng.gauss(1, 0.03)
             depths.measured(kept, 1, 100, sum(parts), depth, parts[0])
             taken = accepted(place, kept)
             depths.record(state, kept, taken)

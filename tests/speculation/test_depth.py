@@ -68,7 +68,7 @@ class Step:
     before: int
     drafted: int
     accepted: int
-    parked: bool
+    paused: bool
     seconds: float
 
 
@@ -96,7 +96,7 @@ def simulate(cost: Cost, text: Callable[[int], Sequence[float]], num_tokens: int
     while written < num_tokens:
         (depth,) = depths.choose([state], [100])
         accepted, seconds = accept(rng, text(written), depth), cost(depth) * rng.gauss(1, 0.03)
-        steps.append(Step(written, depth, accepted, state.parked is not None, seconds))
+        steps.append(Step(written, depth, accepted, state.paused is not None, seconds))
         depths.measured(depth, 1, 100, seconds)
         depths.record(state, depth, accepted)
         written += 1 + accepted
@@ -121,7 +121,7 @@ def tokens_to_recover(cost: Cost, before: float, after: float, seed: int) -> int
     """From the change of the text to the first step that drafts because it pays, not to probe."""
     change = 300 + random.Random(-seed).randrange(200)
     steps = simulate(cost, lambda written: flat(before if written < change else after), change + 500, seed)
-    return next((s.before for s in steps if s.before >= change and s.drafted and not s.parked), change + 500) - change
+    return next((s.before for s in steps if s.before >= change and s.drafted and not s.paused), change + 500) - change
 
 
 # ---- one request
@@ -160,7 +160,7 @@ def test_a_fall_is_noticed(machine: str, most: int) -> None:
     for seed in range(20):
         steps = simulate(COSTS[machine], lambda written: flat(0.9 if written < 400 else 0.02), 700, seed)
         after = [s for s in steps if s.before >= 400]
-        wasted.append(next(i for i, s in enumerate(after) if s.parked))
+        wasted.append(next(i for i, s in enumerate(after) if s.paused))
     assert mean(wasted) < most
 
 
@@ -230,7 +230,7 @@ def test_an_easy_and_a_hard_request_each_get_their_own_depth(machine: str) -> No
     assert tokens / seconds > 0.94 * best, "7 drafts of the easy one are 3 % better than 3, which costs are known to"
 
 
-def test_parked_requests_probe_together_within_the_budget() -> None:
+def test_paused_requests_probe_together_within_the_budget() -> None:
     rng, num = random.Random(2), 8
     depths = controller(gpu, rng, num)
     states = [depths.open() for _ in range(num)]
@@ -251,7 +251,7 @@ def test_a_context_that_makes_drafts_dear_is_decoded_plainly() -> None:
         depths.measured(depth, 1, 65536, gpu(depth) * (3 if depth else 1))
     assert depths.choose([state], [200])[0] > 8
     assert depths.choose([state], [60000]) == [0]
-    assert depths.choose([state], [200])[0] > 8, "parked in one bucket is not parked in another"
+    assert depths.choose([state], [200])[0] > 8, "paused in one bucket is not paused in another"
     for context in (900, 5000):  # plain steps are seen first; drafts are then thought to cost as in the nearest
         assert depths.choose([state], [context]) == [0] and not depths.knows_plain(1, context)
         for _ in range(2):
@@ -457,7 +457,7 @@ def main() -> None:
         for before, after in ((0.05, 0.9), (0.02, 0.8), (0.05, 0.7)):
             recover = list(map(partial(tokens_to_recover, cost, before, after), range(200)))
             print(f"{machine} {before} -> {after}: back after {mean(recover):.1f} tokens, at most {max(recover)}")
-    print(f"choose: {lines_to_choose(L3)} lines drafting, {lines_to_choose(flat(0.02))} lines parked")
+    print(f"choose: {lines_to_choose(L3)} lines drafting, {lines_to_choose(flat(0.02))} lines paused")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def seconds(rows: int, drafts: bool = True) -> float:
 
 def auto(process: Acceptance, num: int, seed: int) -> float:
     """Tokens a second with the depths and the cuts that the controller chooses."""
-    depths, dice, outcomes = DepthController(15, depths=DEPTHS), random.Random(seed), process.outcomes(STEPS, num, seed)
+    depths, rng, outcomes = DepthController(15, depths=DEPTHS), random.Random(seed), process.outcomes(STEPS, num, seed)
     for depth in DEPTHS * 3:
         depths.measured(depth, num, 300, seconds(num * (1 + depth), depth > 0), depth, DRAFTING * (depth > 0))
     states, tokens, time = [depths.open() for _ in range(num)], 0, 0.0
@@ -40,7 +40,7 @@ def auto(process: Acceptance, num: int, seed: int) -> float:
             gaps = outcomes.gaps[step, i, :depth].tolist()
             kept.append(depths.cut(state, gaps, False) if depth else 0)
             accepted.append(min(int(outcomes.accepted[step, i]), kept[-1]))
-        took = seconds(num + sum(kept), any(chosen)) * dice.gauss(1, 0.02)
+        took = seconds(num + sum(kept), any(chosen)) * rng.gauss(1, 0.02)
         if any(chosen):
             depths.verifies(kept, num)
         depths.measured(max(kept), num, 300, took, max(chosen), DRAFTING * any(chosen))

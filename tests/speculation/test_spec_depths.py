@@ -10,7 +10,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.load import open_model
 from tests.fakes import FakeBlock, fake_engine
 
-ROOM = {"num_blocks": 800, "block_size": 4, "max_rows": 64}
+ROOM = {"num_blocks": 800, "block_size": 4, "max_step_tokens": 64}
 
 
 def chosen(engine: Engine, **params: int) -> tuple[set[int], list[int]]:

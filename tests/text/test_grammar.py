@@ -492,10 +492,10 @@ def test_digits_in_a_string_are_not_bounded(value: dict[str, Any]) -> None:
 
 
 def test_drafted_rows_are_bounded_as_plain_rows() -> None:
-    dice, spec = random.Random(1), schema({"type": "array", "items": {"type": "number"}})
+    rng, spec = random.Random(1), schema({"type": "array", "items": {"type": "number"}})
     for text in ("[111111111111111111,1", "[1.11111111111111111e11,2", "[ 1" + "1" * 17 + "]"):
         state = NUMBER_COMPILER.compile(spec).start()
-        start = dice.randrange(1, len(text))
+        start = rng.randrange(1, len(text))
         state.advance(list(text[:start].encode()))
         drafts = list(text[start:].encode())
         ahead = state.masks(drafts)

@@ -104,8 +104,8 @@ def values(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 def same_in_any_cut(make: Any, text: str, seed: int) -> list[Event]:
     """Also at every step: what was given out after a piece does not depend on how the text before was divided."""
     whole = run(make(), [text])
-    dice = random.Random(seed)
-    ends = sorted(dice.choices(range(len(text) + 1), k=5)) if text else []
+    rng = random.Random(seed)
+    ends = sorted(rng.choices(range(len(text) + 1), k=5)) if text else []
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     for some in (cut(text, 1), cut(text, 2), cut(text, 3), cut(text, 7), pieces):
         assert plain(run(make(), some)) == plain(whole)

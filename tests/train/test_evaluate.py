@@ -17,7 +17,7 @@ PROMPTS = {"code": ["one", "two"], "prose": ["three"]}
 
 
 def fake_llm(block: FakeBlock | None, **options: Any) -> Any:
-    engine = fake_engine(block, num_blocks=400, max_rows=64, **options)
+    engine = fake_engine(block, num_blocks=400, max_step_tokens=64, **options)
     return SimpleNamespace(engine=engine, chat_ids=lambda messages: list(messages[0]["content"].encode()))
 
 

@@ -55,9 +55,9 @@ def features(target: Path, kernel: str = "reference") -> tuple[Harness, Tensor]:
 
 def drafted(folder: Path, target: Path, kernel: str = "reference") -> Tensor:
     """Logits of a block after each of a few anchors, [anchors, 7, vocabulary]."""
-    harness, taps = features(target, kernel)
+    harness, aux_hidden = features(target, kernel)
     drafts = DraftHarness(harness.model, folder, kernel)
-    drafts.observe({"a": taps})
+    drafts.observe({"a": aux_hidden})
     return torch.stack([drafts.propose({"a": anchor})["a"] for anchor in ANCHORS])
 
 
@@ -103,12 +103,12 @@ def test_zlabs_package_loads_its_layout_and_drafts_the_same(target: Path, tmp_pa
     dflash = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
     folder = write(tmp_path / "d", shard_bytes=shard_bytes)
     model = dflash.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
-    _, taps = features(target)
+    _, aux_hidden = features(target)
     ids = torch.tensor([[ANCHORS[0]] + [model.mask_token_id] * 7])
     with torch.inference_mode():
         embedded = dflash._raw_input_embeddings(oracle(target), ids, 1.0)
         hidden = model(
-            position_ids=torch.arange(38)[None], noise_embedding=embedded, target_hidden=taps.flatten(1)[None]
+            position_ids=torch.arange(38)[None], noise_embedding=embedded, target_hidden=aux_hidden.flatten(1)[None]
         )
         wanted = model.compute_logits(hidden[:, 1:], oracle(target).lm_head)[0]
     got = drafted(folder, target)[0]
@@ -124,7 +124,7 @@ def test_tensors_and_taps_come_back(tmp_path: Path, layout: str) -> None:
         read = source.read(name)
         assert isinstance(read, Tensor) and torch.equal(read, tensor.to(torch.bfloat16))
     draft, ours = DFlashConfig.read(source.config), DFlashConfig.read(CONFIG)
-    assert draft.taps == (0, 2) and draft.model == ours.model
+    assert draft.aux_layers == (0, 2) and draft.model == ours.model
 
 
 def test_what_speculators_says(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_what_speculators_says(tmp_path: Path) -> None:
 def test_masks_and_rotations_survive_the_other_dialect(tmp_path: Path, config: dict[str, Any]) -> None:
     source = open_drafter(str(write(tmp_path / "d", "speculators", config=config)))
     draft, ours = DFlashConfig.read(source.config), DFlashConfig.read(config)
-    assert (draft.model, draft.taps, draft.sees) == (ours.model, ours.taps, ours.sees)
+    assert (draft.model, draft.aux_layers, draft.sees) == (ours.model, ours.aux_layers, ours.sees)
 
 
 @pytest.mark.parametrize("config", [zlab(body(), is_causal=True), zlab(body(), inner={"output_multiplier": 0.5})])

@@ -443,7 +443,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_lost(
     with pytest.raises(UserError, match=r"holds another run .*layers is 1 there and 2 here"):
         fit(settings(toy, 250, layers=2), run, "cpu")
     with pytest.raises(UserError, match="has layers 0 to 1"):
-        fit(settings(toy, 10, taps=(1, 5)), tmp_path / "taps", "cpu")
+        fit(settings(toy, 10, aux_layers=(1, 5)), tmp_path / "aux", "cpu")
     with pytest.raises(UserError, match="no training run"):
         Run(tmp_path).open()
     with pytest.raises(
@@ -525,7 +525,7 @@ def test_blocks_wider_than_the_kernel_are_refused_on_a_gpu(
         ({"alpha": 2.0}, "--alpha is 2.0; it must be from 0 to 1"),
         ({"flat": 1.5}, "--flat"),
         ({"decay": 0.0}, "--decay"),
-        ({"taps": (1, 1)}, "names a layer twice"),
+        ({"aux_layers": (1, 1)}, "names a layer twice"),
         ({"widths": (8, 17)}, "each must be 2 to 16"),
         ({"block_rows": 15}, "one block alone has 16 rows"),
     ],

@@ -14,7 +14,7 @@ from sparkdraft.drafters.dflash import DFlashConfig
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.train.batches import Batches
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
-from sparkdraft.train.drafter_config import drafter_config, find_mask_id, spread_taps
+from sparkdraft.train.drafter_config import drafter_config, find_mask_id, spread_aux_layers
 from sparkdraft.train.fit import Trainer
 from sparkdraft.train.memory import CHUNKS, LAID_OUT
 from sparkdraft.train.model import folded, take_rows
@@ -52,14 +52,14 @@ def trainer_of(target: Target, corpus: Corpus, **changes: object) -> Trainer:
 def test_a_block_in_training_is_the_block_in_service(target: Target, corpus: Corpus, tmp_path: Path) -> None:
     trainer = trainer_of(target, corpus)
     batch = trainer.batches.take(0)
-    taps, _ = trainer.features(batch)
-    trainer.model.scale_taps(taps, keep=False)
+    aux_hidden, _ = trainer.features(batch)
+    trainer.model.scale_aux(aux_hidden, keep=False)
     for parameter in trainer.model.parameters():  # weights at birth are too alike to tell rows apart
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3 if parameter.dim() == 1 else 0.15)
     blocks = trainer.block_ids(batch)
     embedded = torch.nn.functional.embedding(blocks.flatten(), target.decoder.embedding)
     with torch.no_grad():
-        hidden = trainer.model(batch, taps, embedded).view(*blocks.shape, -1)
+        hidden = trainer.model(batch, aux_hidden, embedded).view(*blocks.shape, -1)
         trained = hidden[:, 1:] @ target.decoder.head.weight.t()
     weights = {name: value.contiguous() for name, value in folded(trainer.model.state_dict()).items()}
     folder = write_drafter(tmp_path, drafter_config(target.config, settings(), 300), weights)
@@ -67,7 +67,7 @@ def test_a_block_in_training_is_the_block_in_service(target: Target, corpus: Cor
     for j in range(0, len(blocks), 3):
         start, anchor = int(batch.starts[j]), int(batch.anchors[j])
         if anchor > start:
-            harness.observe({f"block {j}": taps[start:anchor].view(anchor - start, 3, -1)})
+            harness.observe({f"block {j}": aux_hidden[start:anchor].view(anchor - start, 3, -1)})
         served = harness.propose({f"block {j}": int(batch.ids[anchor])}, width=batch.width)[f"block {j}"]
         torch.testing.assert_close(served, trained[j], rtol=2e-3, atol=2e-3)
 
@@ -114,13 +114,13 @@ def test_what_a_block_is_not_shown_does_not_matter(target: Target, long_corpus: 
     trainer = trainer_of(target, long_corpus, window=12, sinks=3, context=256, longest=110)
     assert trainer.draft.sees == SeenContext(3, 12)
     batch = trainer.batches.take(0)
-    taps, _ = trainer.features(batch)
+    aux_hidden, _ = trainer.features(batch)
     blocks = trainer.block_ids(batch)
     embedded = torch.nn.functional.embedding(blocks, target.decoder.embedding)
     for parameter in trainer.model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3 if parameter.dim() == 1 else 0.15)
     with torch.no_grad():
-        together = trainer.model(batch, taps, embedded.flatten(0, 1)).view(*blocks.shape, -1)
+        together = trainer.model(batch, aux_hidden, embedded.flatten(0, 1)).view(*blocks.shape, -1)
         for j in range(0, len(blocks), 5):
             anchor = batch.anchors[j : j + 1]
             shown = batch.seen[batch.starts[j] : batch.stops[j]]
@@ -130,7 +130,7 @@ def test_what_a_block_is_not_shown_does_not_matter(target: Target, long_corpus: 
                 batch, ids=batch.ids[rows], positions=batch.positions[rows], anchors=end, starts=zero, stops=end,
                 seen=shown[:0],
             )  # fmt: skip
-            served = trainer.model(alone, taps[rows], embedded[j]).view(batch.width, -1)
+            served = trainer.model(alone, aux_hidden[rows], embedded[j]).view(batch.width, -1)
             torch.testing.assert_close(together[j], served, rtol=1e-4, atol=1e-4)
 
 
@@ -152,7 +152,7 @@ def test_long_documents_are_not_cut_where_short_ones_can_be(long_corpus: Corpus)
 
 def test_taps_are_those_of_each_document_alone(target: Target, corpus: Corpus) -> None:
     batch = Batches(corpus, 160, 96, (8,), 64, seed=1).take(0)
-    taps, logits = Features(target, (0, 2), 160, 64, target.decoder.head)(batch)
+    aux_hidden, logits = Features(target, (0, 2), 160, 64, target.decoder.head)(batch)
     assert logits is not None and logits.shape == (160, 320)
     for first, last in zip(batch.bounds[:-1].tolist(), batch.bounds[1:].tolist(), strict=True):
         alone = Features(target, (0, 2), last - first, 64)
@@ -164,7 +164,7 @@ def test_taps_are_those_of_each_document_alone(target: Target, corpus: Corpus) -
             batch.temperature[:0],
             width=8,
         )
-        torch.testing.assert_close(alone(piece)[0], taps[first:last], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(alone(piece)[0], aux_hidden[first:last], rtol=1e-3, atol=1e-3)
 
 
 def test_batches_are_responses_and_their_labels(corpus: Corpus) -> None:
@@ -210,9 +210,9 @@ def test_a_cursor_gives_the_same_batches_again(corpus: Corpus) -> None:
 
 
 def test_taps_and_mask_are_chosen_from_the_target() -> None:
-    assert spread_taps(30) == (1, 8, 14, 20, 27)  # those of the drafter that came with the embedded model
-    assert spread_taps(36) == (1, 9, 17, 25, 33)  # as z-lab's for Qwen3-8B
-    assert spread_taps(3) == (0, 1, 2)
+    assert spread_aux_layers(30) == (1, 8, 14, 20, 27)  # those of the drafter that came with the embedded model
+    assert spread_aux_layers(36) == (1, 9, 17, 25, 33)  # as z-lab's for Qwen3-8B
+    assert spread_aux_layers(3) == (0, 1, 2)
     rows = torch.randn(20, 4)
     assert find_mask_id(rows, tokenizer_size=17) == 17
     rows[7] = rows[11]
@@ -222,4 +222,4 @@ def test_taps_and_mask_are_chosen_from_the_target() -> None:
 def test_a_target_without_the_tapped_block_is_refused() -> None:
     config = uniform_config("llama", 3, 96, 160, 6, 2, 32, 320, 512)
     with pytest.raises(Exception, match="has layers 0 to 2"):
-        drafter_config(config, settings(taps=(0, 3)), 300)
+        drafter_config(config, settings(aux_layers=(0, 3)), 300)

@@ -59,9 +59,9 @@ def test_a_block_in_training_sees_what_the_engine_shows_it(tmp_path: Path) -> No
     assert isinstance(embedding, Tensor) and isinstance(head, Tensor)
     embedded = torch.nn.functional.embedding(blocks.flatten(), embedding)
     with torch.no_grad():
-        taps, _ = trainer.features(batch)
-        trainer.model.scale_taps(taps, keep=True)
-        hidden = trainer.model(batch, taps, embedded).view(*blocks.shape, -1)[:, 1:]
+        aux_hidden, _ = trainer.features(batch)
+        trainer.model.scale_aux(aux_hidden, keep=True)
+        hidden = trainer.model(batch, aux_hidden, embedded).view(*blocks.shape, -1)[:, 1:]
         trained = hidden @ head.t()
     compared = [p for p in served if p < PROMPT + OUTPUT - 1 and len(served[p]) == WIDTH - 1]
     assert len(compared) > 40 and max(compared) > FIRST + LAST + 4 * SIZE

@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(tiny: Path, form: str = "int4") -> tuple[list[Tensor], list[str]]:
     """The numbers of all matrices of a model that was built, and what the user is told."""
-    llm = LLM(str(tiny), device="cpu", dtype="float32", weights=form, spec="off", max_seqs=1, max_rows=32, threads=1)
+    llm = LLM(str(tiny), device="cpu", dtype="float32", weights=form, spec="off", max_seqs=1, max_step_tokens=32, threads=1)
     found: list[Tensor] = []
     for matrix in (m for layer in llm.engine.runner.model.layers for m in layer.matrices):
         experts = [matrix.expert(i) for i in range(matrix.count)] if hasattr(matrix, "count") else [matrix]
@@ -267,7 +267,7 @@ def test_one_matrix_at_a_time_is_in_memory(tiny: Path, monkeypatch: pytest.Monke
 def test_it_can_be_left_out(tiny: Path, cache: Path) -> None:
     LLM(
         str(tiny), device="cpu", dtype="float32", weights="fp8", weights_cache=False, spec="off", max_seqs=1,
-        max_rows=32, threads=1,
+        max_step_tokens=32, threads=1,
     )  # fmt: skip
     assert not cache.exists()
 

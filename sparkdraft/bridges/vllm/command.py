@@ -55,7 +55,7 @@ CPU = "cpu"
 MACHINES = ("gb10", "other", CPU)
 CPU_SHARE = 0.3  # of all memory, for weights and KV cache: vLLM exits if that much is not free or does not suffice
 NOT_THERE = {  # our fields without a counterpart in vLLM, and what vLLM does instead
-    "max_step_ms": "a prompt's chunks are limited by max_rows alone",
+    "max_step_ms": "a prompt's chunks are limited by max_step_tokens alone",
     "max_body": "bodies have no limit",
     "allowed_hosts": "every Host header is answered",
     "threads": "set OMP_NUM_THREADS",
@@ -234,7 +234,7 @@ def _budgets(config: ServerConfig) -> dict[str, Any]:
     return {
         "max-model-len": engine.max_model_len or "auto",
         "max-num-seqs": engine.max_seqs or None,
-        "max-num-batched-tokens": engine.max_rows or None,
+        "max-num-batched-tokens": engine.max_step_tokens or None,
         "gpu-memory-utilization": engine.memory_fraction,
         "block-size": engine.block_size if _is_set(config, "block_size") or blocks else None,
         "num-gpu-blocks-override": blocks,

@@ -188,7 +188,7 @@ FLAGS = (
     Flag(("--api-key",), "`--api-key`", "one key; better as SPARKDRAFT_API_KEY", LIST, first_key),
     Flag(("--max-model-len",), "`--max-model-len`", "auto is 0", read=field_of("max_model_len", whole)),
     Flag(("--max-num-seqs",), "`--max-seqs`", "", read=field_of("max_seqs", whole)),
-    Flag(("--max-num-batched-tokens",), "`--max-rows`", "", read=field_of("max_rows", whole)),
+    Flag(("--max-num-batched-tokens",), "`--max-step-tokens`", "", read=field_of("max_step_tokens", whole)),
     Flag(
         ("--gpu-memory-utilization", "--device-memory-utilization"),
         "`--memory-fraction`",

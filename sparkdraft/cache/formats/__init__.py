@@ -128,7 +128,7 @@ class Room:
 
     kernels: str
     max_seqs: int
-    max_rows: int
+    max_step_tokens: int
     nbytes: int  # for all keys and values
     most_ahead: int  # tokens past the committed ones that a request may write to
 
@@ -186,7 +186,7 @@ class KVFormat:
         """Why steps over this format cannot be captured; empty if they can."""
         return ""
 
-    def scratch_bytes(self, config: Any, model: ModelConfig, max_rows: int, itemsize: int) -> int:
+    def scratch_bytes(self, config: Any, model: ModelConfig, max_step_tokens: int, itemsize: int) -> int:
         """Scratch memory of a step beyond that of an exact cache."""
         return 0
 

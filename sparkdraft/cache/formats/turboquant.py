@@ -140,14 +140,14 @@ class TurboQuant(KVFormat):
             return ""
         return "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
 
-    def scratch_bytes(self, config: Any, model: ModelConfig, max_rows: int, itemsize: int) -> int:
+    def scratch_bytes(self, config: Any, model: ModelConfig, max_step_tokens: int, itemsize: int) -> int:
         """Capturing takes a second copy of what attention reads and returns, its error in float32, and several float32
         copies of the decoded keys and values."""
         if config.tq_mode != "capture_only":
             return 0
         queries = most(spec.query_width for spec in model.attention)
         keys = most(spec.kv_width for spec in model.attention)
-        return max_rows * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
+        return max_step_tokens * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
 
     def plan(self, config: Any, layers: Sequence[AttentionSpec], room: Room) -> CodedPlan:
         if not layers:
@@ -171,7 +171,7 @@ class TurboQuant(KVFormat):
             return CodedPlan(bits, config.tq_value_bits, 0, 0, 0, page, captured=config.tq_mode == "capture_only")
         recent = config.tq_ring_capacity
         need = room.max_seqs * pages_of_a_request(size, FIRST, recent, room.most_ahead)
-        spare = max(LEAST_SPARE, min(room.max_rows // size, room.nbytes // SPARE_SHARE // page))
+        spare = max(LEAST_SPARE, min(room.max_step_tokens // size, room.nbytes // SPARE_SHARE // page))
         return CodedPlan(bits, config.tq_value_bits, FIRST, recent, need + spare, page)
 
     def bytes_per_token(self, layers: Sequence[AttentionSpec], itemsize: int, plan: KVPlan | None) -> int:

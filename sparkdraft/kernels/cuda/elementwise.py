@@ -1,4 +1,4 @@
-"""The small operators around the matmuls: norms, rotary embedding, gates, taps and the write into the cache.
+"""The small operators around the matmuls: norms, rotary embedding, gates, aux_hidden and the write into the cache.
 
 Each reads its rows once, works in float32 and writes once: they are bound by launches and bytes, never by
 arithmetic, so each begins while its predecessor still runs (pdl.py), and norm, rotation and write are one launch
@@ -300,12 +300,12 @@ def add_normed(residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float
 
 @triton.jit
 def _tap(
-    residual, taps, positions, stride_residual, stride_row, stride_place, dim,
+    residual, aux_hidden, positions, stride_residual, stride_row, stride_place, dim,
     RING: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    target = taps + row * stride_row
+    target = aux_hidden + row * stride_row
     if RING > 0:
         target += tl.load(positions + row).to(tl.int64) % RING * stride_place
     column = tl.arange(0, BLOCK)

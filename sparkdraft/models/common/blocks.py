@@ -2,7 +2,7 @@
 
 All run on one ragged batch of rows (prompt chunks, decode rows and drafts alike) and share one `Step` that says where
 the rows stand. The residual stream is one tensor that blocks add to in place; what it holds after chosen blocks can be
-recorded (`taps`), which is all that models know of drafting.
+recorded (`aux_hidden`), which is all that models know of drafting.
 """
 
 from __future__ import annotations
@@ -200,19 +200,19 @@ class Decoder:
             total += sum(m.nbytes * share if isinstance(m, ExpertLinear) else m.nbytes for m in layer.matrices)
         return total
 
-    def forward(self, step: Step, tap_layers: Sequence[int] = (), taps: Tensor | None = None) -> Tensor:
+    def forward(self, step: Step, aux_layers: Sequence[int] = (), aux_hidden: Tensor | None = None) -> Tensor:
         """Run every row through the layers: the last residual [rows, hidden], before the final norm.
 
-        The residual after block tap_layers[i] goes to taps[:, i] (taps [rows, len(tap_layers), hidden], or each row's
+        The residual after block aux_layers[i] goes to aux_hidden[:, i] (aux_hidden [rows, len(aux_layers), hidden], or each row's
         ring of such, by position); of FINAL, what the final norm makes of the last residual.
         """
         normed = Normed(self.embed(step.token_ids), self.layers[0].input_norm)
         for i, (layer, then) in enumerate(following(self.layers, self.norm)):
             normed = layer.add_to(normed, step, step.kv[i], then)
-            if taps is not None and i in tap_layers:
-                self.ops.store_aux(normed.x, taps, tap_layers.index(i), step.positions)
-        if taps is not None and FINAL in tap_layers:
-            self.ops.store_aux(self.ops.rms_norm(normed.x, *self.norm), taps, tap_layers.index(FINAL), step.positions)
+            if aux_hidden is not None and i in aux_layers:
+                self.ops.store_aux(normed.x, aux_hidden, aux_layers.index(i), step.positions)
+        if aux_hidden is not None and FINAL in aux_layers:
+            self.ops.store_aux(self.ops.rms_norm(normed.x, *self.norm), aux_hidden, aux_layers.index(FINAL), step.positions)
         return normed.x  # the prepared norm is dropped: a row's logits must not depend on the rows beside it
 
     def embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]

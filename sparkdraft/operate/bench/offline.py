@@ -347,7 +347,7 @@ class Counted:
 def max_tokens(plan: Plan, load: Load, deepest: int) -> int:
     """The output length to ask for: more than is measured, because drafts are dropped near the end of an output."""
     # that the first stream may write while the last one's prompt still runs
-    head_start = 1 + load.streams * load.prompt_len // max(plan.max_rows - load.streams, 1)
+    head_start = 1 + load.streams * load.prompt_len // max(plan.max_step_tokens - load.streams, 1)
     return load.output_len + head_start + 4 * (deepest + 1)
 
 

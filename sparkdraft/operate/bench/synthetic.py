@@ -98,11 +98,11 @@ class Acceptance:
         Forty independent draws of a length of 6.5 are off by 12 % in one run of three. So the distribution is cut into
         steps * streams equal slices and each is drawn from once. Each stream gets one of every 'streams' neighbouring
         slices, so its sum is off by at most 'depth'."""
-        dice = np.random.default_rng(seed)
-        coarse = dice.permuted(np.tile(np.arange(steps), (streams, 1)), axis=1)  # [streams, steps]
-        fine = dice.permuted(np.tile(np.arange(streams), (steps, 1)), axis=1)  # [slices, streams]
+        rng = np.random.default_rng(seed)
+        coarse = rng.permuted(np.tile(np.arange(steps), (streams, 1)), axis=1)  # [streams, steps]
+        fine = rng.permuted(np.tile(np.arange(streams), (steps, 1)), axis=1)  # [slices, streams]
         fine_of = np.take_along_axis(fine.T, coarse, axis=1)  # [streams, steps]
-        chance = (coarse + (fine_of + dice.random(coarse.shape)) / streams).T / steps  # [steps, streams], in [0, 1)
+        chance = (coarse + (fine_of + rng.random(coarse.shape)) / streams).T / steps  # [steps, streams], in [0, 1)
         at_least = self.p ** np.arange(1, self.depth + 1)  # the probability of 1, 2, ... accepted
         return cast(Table, (chance[:, :, None] < at_least).sum(2, dtype=np.int32))
 
@@ -134,12 +134,12 @@ class VariedAcceptance(Acceptance):
     def outcomes(self, steps: int, streams: int, seed: int = 0) -> Outcomes:
         """Draw more blocks than needed, sort them by accepted drafts and take every n-th, so that the mean is close to
         the one asked for even for few steps. Each stream gets one of 'streams' neighbours, as in `table`."""
-        dice, count = np.random.default_rng(seed), steps * streams
-        gaps, accepted = self._draw(count * DRAWN_PER_BLOCK, dice, self.shift)
-        order = dice.permutation(len(accepted))
+        rng, count = np.random.default_rng(seed), steps * streams
+        gaps, accepted = self._draw(count * DRAWN_PER_BLOCK, rng, self.shift)
+        order = rng.permutation(len(accepted))
         order = order[np.argsort(accepted[order], kind="stable")]
         taken = order[DRAWN_PER_BLOCK // 2 :: DRAWN_PER_BLOCK].reshape(steps, streams)
-        taken = dice.permuted(dice.permuted(taken, axis=1), axis=0)
+        taken = rng.permuted(rng.permuted(taken, axis=1), axis=0)
         return Outcomes(accepted[taken], gaps[taken])
 
     def describe(self) -> str:
@@ -148,12 +148,12 @@ class VariedAcceptance(Acceptance):
             f"mean length of whole blocks {self.length:g}"
         )
 
-    def _draw(self, count: int, dice: np.random.Generator, shift: float) -> tuple[NDArray[np.float32], Table]:
+    def _draw(self, count: int, rng: np.random.Generator, shift: float) -> tuple[NDArray[np.float32], Table]:
         """Return the gaps [count, depth] and the number of accepted drafts."""
         mean = shift - FALL * np.arange(self.depth) / 14
-        block = dice.normal(0, BLOCK_DEVIATION, (count, 1))
-        gaps = np.clip(mean + block + dice.normal(0, DRAFT_DEVIATION, (count, self.depth)), -WIDEST, WIDEST)
-        right = dice.random((count, self.depth)) < 1 / (1 + np.exp(-(SLOPE * gaps + BASE)))
+        block = rng.normal(0, BLOCK_DEVIATION, (count, 1))
+        gaps = np.clip(mean + block + rng.normal(0, DRAFT_DEVIATION, (count, self.depth)), -WIDEST, WIDEST)
+        right = rng.random((count, self.depth)) < 1 / (1 + np.exp(-(SLOPE * gaps + BASE)))
         return gaps.astype(np.float32), right.cumprod(1).sum(1, dtype=np.int32)
 
 

@@ -210,7 +210,7 @@ def _choose_drafts(found: Forecast) -> tuple[bool, str]:
         return True, f"drafting pays {need} and makes it {times} times as fast, with up to {depth} drafts"
     if gains[best] >= PAYS:
         losers = ", ".join(name for name, gain in gains.items() if gain < PAYS)
-        return True, f"drafting pays {need}: {gains[best]:.2f} times plain on {best}, parked by itself on {losers}"
+        return True, f"drafting pays {need}: {gains[best]:.2f} times plain on {best}, paused by itself on {losers}"
     return False, f"drafting pays {need}, which no usual text has here"
 
 

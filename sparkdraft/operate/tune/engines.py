@@ -66,7 +66,7 @@ def make_loads(prompts: Sequence[list[int]], plan: Plan, output_len: int) -> dic
     burst = BURST_FACTOR * plan.max_seqs
     many = [fit[i % len(fit)] for i in range(max(burst, STREAMS))]
     joined = [token for ids in many for token in ids]
-    length = min(LONG_FACTOR * plan.max_rows, room)
+    length = min(LONG_FACTOR * plan.max_step_tokens, room)
     long = (joined * -(-length // len(joined)))[:length]
     return {
         ONE: Load(many[:2], 1, output_len),
@@ -121,7 +121,7 @@ class Engines:
         predict, total = partial(step, rates, like_this.losses().expected, target), 0.0
         for load in self.loads.values():
             rows, streams = sum(map(len, load.prompts)), min(load.streams, plan.max_seqs)
-            reading = predict(Rows(min(rows, plan.max_rows), 1)).weights * -(-rows // plan.max_rows)
+            reading = predict(Rows(min(rows, plan.max_step_tokens), 1)).weights * -(-rows // plan.max_step_tokens)
             steps = -(-len(load.prompts) // streams) * load.output_len
             total += reading + steps * predict(Rows(streams, rows // len(load.prompts))).total
         return total
@@ -163,7 +163,7 @@ class Engines:
 
     def _build(self, options: dict[str, Any]) -> Engine:
         full = self._full_plan(options)
-        for name in ("max_seqs", "max_rows"):
+        for name in ("max_seqs", "max_step_tokens"):
             if name in options and getattr(full, name) < options[name]:
                 raise UserError(f"{name} would be {getattr(full, name)}, for lack of memory")
         self._activate(full, options)

@@ -36,9 +36,9 @@ class Knob:
 def knobs(config: EngineConfig, plan: Plan, depths: Sequence[int], cores: int, kv_formats: Sequence[str]) -> list[Knob]:
     """The knobs of a machine, except those that the user has set. depths: the current choices, the last of which is the
     deepest possible; [0] if nothing drafts. kv_formats: those that the user allows."""
-    rows, seqs = plan.max_rows, plan.max_seqs
+    rows, seqs = plan.max_step_tokens, plan.max_seqs
     found = [
-        Knob("max_rows", rows, (2 * rows, rows // 2, 4 * rows, rows // 4), (LONG, BURST)),
+        Knob("max_step_tokens", rows, (2 * rows, rows // 2, 4 * rows, rows // 4), (LONG, BURST)),
         Knob("max_seqs", seqs, (2 * seqs, seqs // 2, 4 * seqs), (BURST,)),
         Knob("kv", plan.kv, tuple(kv_formats), (SEVERAL, LONG)),
     ]

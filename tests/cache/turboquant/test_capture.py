@@ -36,7 +36,7 @@ HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 2, 64, 8, 16
 @pytest.fixture(scope="module")
 def options(device: str) -> dict[str, Any]:
     # Chunks of a prompt that follow the clock would change the last bits of float32.
-    rows = {"max_rows": 40, "max_step_ms": 3_600_000}
+    rows = {"max_step_tokens": 40, "max_step_ms": 3_600_000}
     return {"device": device, "dtype": "float32", "max_model_len": 256, "max_seqs": 3, **rows}
 
 

@@ -46,7 +46,7 @@ def test_each_request_writes_what_it_writes_alone(
     if options["kv"] == "fp8":
         options = {name: value for name, value in options.items() if not name.startswith("tq_")}
     alone = LLM(str(wide_tiny), max_seqs=1, prefix_cache=False, **options)
-    crowd = LLM(str(wide_tiny), max_seqs=3, max_rows=40, kv_tokens=400, **options)
+    crowd = LLM(str(wide_tiny), max_seqs=3, max_step_tokens=40, kv_tokens=400, **options)
     expected = [alone.generate([ids], params)[0].completions[0].ids for ids in asked]
     for _ in range(2):  # the second time prefixes are found
         assert [r.completions[0].ids for r in crowd.generate(asked, params)] == expected

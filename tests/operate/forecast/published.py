@@ -49,7 +49,7 @@ MODELS: dict[str, ModelConfig] = {
 
 
 def dflash(
-    target: str, layers: int, inter: int, heads: int, kv_heads: int, dim: int, taps: int, vocab: int = 0,
+    target: str, layers: int, inter: int, heads: int, kv_heads: int, dim: int, aux: int, vocab: int = 0,
     windowed: int = 0,
 ) -> DraftPass:  # fmt: skip
     """vocab: rows of a head of its own. windowed: layers with a window of 2048."""
@@ -57,7 +57,7 @@ def dflash(
     own = uniform_config("qwen3", layers, model.hidden_size, inter, heads, kv_heads, dim, model.vocab_size, 131072)
     specs = [replace(s, window=2048 if i < windowed else 0, causal=False) for i, s in enumerate(own.attention)]
     own = replace(own, layers=tuple(replace(layer, mixer=s) for layer, s in zip(own.layers, specs, strict=True)))
-    draft = DFlashConfig(own, tuple(range(taps)), 16, 1, vocab or model.vocab_size, model.hidden_size)
+    draft = DFlashConfig(own, tuple(range(aux)), 16, 1, vocab or model.vocab_size, model.hidden_size)
     return DraftPass.of(draft.caps(), model_sizes(model).head, own_head=bool(vocab))
 
 

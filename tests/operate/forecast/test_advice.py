@@ -49,7 +49,7 @@ def test_drafts_are_advised_where_they_pay() -> None:
     experts = question("gpt-oss-120b", drafter="gpt-oss-120b-dflash", weights="bfloat16,experts=mxfp4", streams=4,
                        context=32768)  # fmt: skip
     mixed = recommend(Forecast(experts))
-    assert mixed.drafts and "on code" in mixed.reasons[1] and "parked by itself on prose" in mixed.reasons[1]
+    assert mixed.drafts and "on code" in mixed.reasons[1] and "paused by itself on prose" in mixed.reasons[1]
     hopeless = question("gpt-oss-120b", drafter="gpt-oss-120b-dflash", weights="bfloat16,experts=mxfp4", streams=4,
                         chances={"poems": 0.4})  # fmt: skip
     never = recommend(Forecast(hopeless))

@@ -26,7 +26,7 @@ from tests.models.tiny import write_tiny
 
 CPU = Hardware("cpu", "0xd0c", 2, 1 << 33)
 SUBJECT = Subject.of(CPU, "org/model", {"hidden_size": 8}, (1, 2), "a-drafter")
-OPTIONS = {"max_rows": 256, "max_seqs": 8, "threads": 1, "spec_depths": "0,3,7"}
+OPTIONS = {"max_step_tokens": 256, "max_seqs": 8, "threads": 1, "spec_depths": "0,3,7"}
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_an_end_while_it_is_written_leaves_the_old_one() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limit[1]))
     try:
         with pytest.raises(OSError):
-            written(max_rows=512)
+            written(max_step_tokens=512)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_text() == before and list(path.parent.iterdir()) == [path]
@@ -78,25 +78,25 @@ def test_it_is_picked_up_and_named_with_its_date() -> None:
     path = written()
     config, said = picked()
     assert {name: getattr(config, name) for name in OPTIONS} == OPTIONS
-    assert f"profile {path.name} from 2026-11-17: max_rows 256" in said and "--no-profile ignores it" in said
+    assert f"profile {path.name} from 2026-11-17: max_step_tokens 256" in said and "--no-profile ignores it" in said
     assert picked(profile="none") == (EngineConfig(profile="none"), "")
 
 
 def test_what_the_user_names_beats_it_even_if_it_is_the_default() -> None:
     written()
-    config, said = picked(max_rows=1024, spec_depths="auto", threads=0)
-    assert (config.max_rows, config.spec_depths, config.threads, config.max_seqs) == (1024, "auto", 0, 8)
-    assert "max_rows is 1024 as you say" in said and "spec_depths is auto as you say" in said
+    config, said = picked(max_step_tokens=1024, spec_depths="auto", threads=0)
+    assert (config.max_step_tokens, config.spec_depths, config.threads, config.max_seqs) == (1024, "auto", 0, 8)
+    assert "max_step_tokens is 1024 as you say" in said and "spec_depths is auto as you say" in said
 
 
 def test_flags_and_the_environment_beat_it_in_generate_and_serve() -> None:
     written()
-    args = parser().parse_args(["generate", "--prompt", "x", "--max-rows", "512", "--threads", "0"])
+    args = parser().parse_args(["generate", "--prompt", "x", "--max-step-tokens", "512", "--threads", "0"])
     config, _ = picked(**engine_options(args))
-    assert (config.max_rows, config.threads, config.max_seqs) == (512, 0, 8)
-    served = merge({"max_rows": 512}, None, {"SPARKDRAFT_MAX_SEQS": "0"}).engine
+    assert (config.max_step_tokens, config.threads, config.max_seqs) == (512, 0, 8)
+    served = merge({"max_step_tokens": 512}, None, {"SPARKDRAFT_MAX_SEQS": "0"}).engine
     config, _ = pick_up(EngineConfig.of(**EngineClient(served).options), SUBJECT)  # as the engine's process gets it
-    assert (config.max_rows, config.max_seqs, config.threads) == (512, 0, 1)
+    assert (config.max_step_tokens, config.max_seqs, config.threads) == (512, 0, 1)
     for command in (["generate", "--prompt", "x", "--no-profile"], ["bench", "offline"], ["demo"]):
         assert engine_options(parser().parse_args(command))["profile"] == "none", command
     assert merge({}, None, {"SPARKDRAFT_PROFILE": "none"}).engine.profile == "none"
@@ -106,12 +106,12 @@ def test_flags_and_the_environment_beat_it_in_generate_and_serve() -> None:
 def test_settings_that_do_not_fit_what_the_user_names_are_left_out() -> None:
     written()
     config, said = picked(max_seqs=300)
-    assert config.max_rows == 0 and "max_rows is left out, 256 is below max_seqs (300)" in said
+    assert config.max_step_tokens == 0 and "max_step_tokens is left out, 256 is below max_seqs (300)" in said
     config, said = picked(replace(SUBJECT, drafter=""))
-    assert config.spec_depths == "auto" and config.max_rows == 256
+    assert config.spec_depths == "auto" and config.max_step_tokens == 256
     assert "spec_depths is left out, it was measured with a-drafter" in said
-    config, said = picked(max_rows=4)
-    assert (config.max_rows, config.max_seqs) == (4, 0) and "max_seqs is left out, 8 is above max_rows (4)" in said
+    config, said = picked(max_step_tokens=4)
+    assert (config.max_step_tokens, config.max_seqs) == (4, 0) and "max_seqs is left out, 8 is above max_step_tokens (4)" in said
 
 
 def test_depths_of_another_drafter_of_the_same_kind_are_left_out(tiny: Path) -> None:
@@ -134,7 +134,7 @@ def test_one_for_the_same_model_under_another_name_says_how_to_use_it() -> None:
         f"the profile {path.name} is ignored: it was written for org/model, and this is org/renamed: "
         f"--profile {path} uses it"
     )
-    assert picked(renamed, profile=str(path))[0].max_rows == 256
+    assert picked(renamed, profile=str(path))[0].max_step_tokens == 256
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_it_is_ignored_on_another_machine_or_model_with_a_reason(other: dict[str
     path = written()
     elsewhere = replace(SUBJECT, **other)
     config, said = picked(elsewhere, profile=str(path))
-    assert config.max_rows == 0 and f"the profile {path.name} is ignored: {reason}" in said
+    assert config.max_step_tokens == 0 and f"the profile {path.name} is ignored: {reason}" in said
     config, said = picked(elsewhere)  # not named, only found
     assert config == EngineConfig() and (reason in said) == (elsewhere.model == SUBJECT.model)
 
@@ -157,16 +157,16 @@ def test_it_is_ignored_on_another_machine_or_model_with_a_reason(other: dict[str
 def test_it_is_ignored_with_other_weights() -> None:
     written()
     config, said = picked(weights="int4")
-    assert config.max_rows == 0 and "it was measured with weights auto, and weights is int4" in said
+    assert config.max_step_tokens == 0 and "it was measured with weights auto, and weights is int4" in said
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_rows": 10**9}, "max_rows is 1000000000, and it must be between 16 and 131072"),
+        ({"max_step_tokens": 10**9}, "max_step_tokens is 1000000000, and it must be between 16 and 131072"),
         ({"max_seqs": 0}, "max_seqs is 0, and it must be between 1 and 4096"),
         ({"threads": True}, "threads is True, and it must be a whole number"),
-        ({"max_rows": "many"}, "max_rows is 'many', and it must be a whole number"),
+        ({"max_step_tokens": "many"}, "max_step_tokens is 'many', and it must be a whole number"),
         ({"spec_depths": "3,0"}, "spec_depths is '3,0'"),
         ({"spec_depths": "0,99"}, "63 drafts are the most"),
         ({"kv": "fp4"}, "kv is fp4"),
@@ -178,10 +178,10 @@ def test_numbers_out_of_bounds_are_refused(change: dict[str, Any], words: str) -
     with pytest.raises(UserError, match=re.escape(words)) as error:
         picked()
     assert "--no-profile" in str(error.value)
-    assert picked(profile="none")[0].max_rows == 0
+    assert picked(profile="none")[0].max_step_tokens == 0
 
 
-@pytest.mark.parametrize("text", ["max_rows = ", "version = 1\n", 'version = 2\ndate = "x"\n'])
+@pytest.mark.parametrize("text", ["max_step_tokens = ", "version = 1\n", 'version = 2\ndate = "x"\n'])
 def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.toml").write_text(text)
     for name in ("p.toml", "nothing.toml"):
@@ -196,16 +196,16 @@ def test_an_engine_runs_with_it_and_says_so(
     options: dict[str, Any] = {"model": str(tiny), "device": "cpu", "dtype": "float32", "spec": "off"}
     subject = open_model(EngineConfig.of(**options)).subject
     conditions = {"dtype": "float32", "weights": "auto", "graphs": True}
-    Profile(subject, {"max_rows": 48, "max_seqs": 3}, "2026-11-17", "", conditions).write(subject.path)
+    Profile(subject, {"max_step_tokens": 48, "max_seqs": 3}, "2026-11-17", "", conditions).write(subject.path)
     llm = LLM(**options)
-    assert (llm.plan.max_rows, llm.plan.max_seqs) == (48, 3)
+    assert (llm.plan.max_step_tokens, llm.plan.max_seqs) == (48, 3)
     assert llm.fallbacks()[0].name == f"profile {subject.path.name} from 2026-11-17"
     assert LLM(**options, max_seqs=5, profile=str(subject.path)).plan.max_seqs == 5
     served = load_backend(EngineConfig.of(**options).chosen(), lambda *_: None)
-    assert (served.info.plan_facts["max_rows"], served.info.plan_facts["max_seqs"]) == (48, 3)
+    assert (served.info.plan_facts["max_step_tokens"], served.info.plan_facts["max_seqs"]) == (48, 3)
     assert "from 2026-11-17" in served.info.fallbacks[0]["name"]
     flags = ["--model", str(tiny), "--device", "cpu", "--dtype", "float32", "--spec", "off", "--max-tokens", "1"]
     assert main(["generate", "--prompt", "a", *flags]) == 0
-    assert f"profile {subject.path.name} from 2026-11-17: max_rows 48" in capsys.readouterr().err.replace("\n", "")
+    assert f"profile {subject.path.name} from 2026-11-17: max_step_tokens 48" in capsys.readouterr().err.replace("\n", "")
     assert main(["generate", "--prompt", "a", *flags, "--no-profile"]) == 0
     assert "profile" not in capsys.readouterr().err

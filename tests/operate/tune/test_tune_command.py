@@ -62,13 +62,13 @@ def test_a_short_run_from_prompts_to_a_profile(
     found = json.loads(last)
     assert status == 0 and text[0].endswith("drafter none; 2 prompts") and "max_seqs 2" in text[1]
     assert found["kept"] and found["old"] == {"max_seqs": 2, "threads": 1}
-    assert found["new"] == found["old"] | {"max_rows": found["new"]["max_rows"]} and found["skipped"] == []
-    assert found["loads"].keys() == {ONE, SEVERAL, BURST, LONG} and any("max_rows" in name for name in found["tried"])
+    assert found["new"] == found["old"] | {"max_step_tokens": found["new"]["max_step_tokens"]} and found["skipped"] == []
+    assert found["loads"].keys() == {ONE, SEVERAL, BURST, LONG} and any("max_step_tokens" in name for name in found["tried"])
     kept = read_profile(Path(found["profile"]))
-    assert kept.options == {"max_rows": found["new"]["max_rows"]}, "what the user has named is not the profile's"
+    assert kept.options == {"max_step_tokens": found["new"]["max_step_tokens"]}, "what the user has named is not the profile's"
     assert out.read_text() == Path(found["profile"]).read_text()
     opened = open_model(EngineConfig.of(model=str(tiny), device="cpu", dtype="float32", spec="off"))
-    assert opened.config.max_rows == found["new"]["max_rows"] and kept.subject == opened.subject
+    assert opened.config.max_step_tokens == found["new"]["max_step_tokens"] and kept.subject == opened.subject
 
 
 def test_without_a_gain_nothing_is_written(
@@ -76,14 +76,14 @@ def test_without_a_gain_nothing_is_written(
 ) -> None:
     monkeypatch.setattr(search, "LEAST_GAIN", 100.0)
     out = tmp_path / "shared.toml"
-    command = ["tune", "--model", str(tiny), *FLAGS, "--prompts", prompts(tmp_path), "--max-rows", "64"]
+    command = ["tune", "--model", str(tiny), *FLAGS, "--prompts", prompts(tmp_path), "--max-step-tokens", "64"]
     assert main([*command, "--max-seqs", "2", "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "the old settings are kept" in said.out and "is not written" in said.err
     assert not out.exists() and not (tmp_path / "profiles").exists()
 
 
-@pytest.mark.parametrize("new", [{"max_rows": 32}, {TILES: True}])
+@pytest.mark.parametrize("new", [{"max_step_tokens": 32}, {TILES: True}])
 def test_what_is_written_at_the_end(
     new: dict[str, Any], tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,19 +106,19 @@ def test_what_is_written_at_the_end(
 def test_engines_share_their_weights_and_differ_in_their_plans(tiny: Path) -> None:
     opened = open_model(EngineConfig.of(model=str(tiny), device="cpu", dtype="float32", max_seqs=4, spec="off"))
     engines = Engines(opened, ["abc", "defg"], 8)
-    old, new = {"max_rows": 64}, {"max_rows": 32, "threads": 1}
+    old, new = {"max_step_tokens": 64}, {"max_step_tokens": 32, "threads": 1}
     assert engines.speed(old, ONE).tok_s > 0 and engines.speed(new, LONG).tok_s > 0
     one, other = (engines._engine(tuple(sorted(options.items()))) for options in (old, new))
-    assert one.runner.model is other.runner.model and (one.plan.max_rows, other.plan.max_rows) == (64, 32)
+    assert one.runner.model is other.runner.model and (one.plan.max_step_tokens, other.plan.max_step_tokens) == (64, 32)
     assert not one.plan.prefix_cache
-    engines.speed({"max_rows": 128}, ONE)
+    engines.speed({"max_step_tokens": 128}, ONE)
     assert len(engines._loaded) == 2, "of three engines the one that was used last but one is dropped"
     with pytest.raises(UserError, match="below max_seqs"):
-        engines.speed({"max_rows": 2}, ONE)
+        engines.speed({"max_step_tokens": 2}, ONE)
 
 
 def test_loads_fit_the_context() -> None:
-    plan = replace(fake_plan(max_seqs=3, max_rows=512), max_model_len=200)
+    plan = replace(fake_plan(max_seqs=3, max_step_tokens=512), max_model_len=200)
     loads = make_loads([[1] * 500, [2, 3]], plan, 16)
     assert len(loads[BURST].prompts) == 6 and loads[SEVERAL].streams == 4 and len(loads[LONG].prompts) == 1
     assert all(len(ids) <= 200 - 16 for load in loads.values() for ids in load.prompts)

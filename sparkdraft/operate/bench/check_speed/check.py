@@ -32,7 +32,7 @@ def for_streams(kind: str, streams: int) -> str:
 
 
 CPU = (
-    Line("parked-drafter", "plain steps with a drafter loaded, against --spec off, one stream"),
+    Line("paused-drafter", "plain steps with a drafter loaded, against --spec off, one stream"),
     Line("drafted-code", "default against --spec off: tok/s of `generate --chat`, one prompt in a fresh process"),
     Line("drafted-json", "the same, prompts that ask for JSON"),
     Line("drafted-questions", "the same, questions"),
@@ -55,8 +55,8 @@ CUDA = (
     Line("floor-1-stream", "Qwen3-8B's shape, plain: bytes read per second against the measured bandwidth, 1 stream"),
     Line("floor-4-streams", "the same, 4 streams"),
     Line("floor-16-streams", "the same, 16 streams"),
-    Line("parked-1-stream", "Qwen3-8B's shape: tok/s with a parked drafter against none, 1 stream"),
-    Line("parked-16-streams", "the same, 16 streams"),
+    Line("paused-1-stream", "Qwen3-8B's shape: tok/s with a paused drafter against none, 1 stream"),
+    Line("paused-16-streams", "the same, 16 streams"),
     Line("drafted-1-stream", "Qwen3-8B's shape, 15 drafts per step, synthetic acceptance 6.5, against plain, 1 stream"),
     Line("drafted-4-streams", "the same, 4 streams"),
     Line("drafted-16-streams", "the same, 16 streams"),

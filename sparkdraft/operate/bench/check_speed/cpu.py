@@ -34,8 +34,8 @@ from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, 
 from sparkdraft.operate.bench.serve import Client, Messages, keep_busy
 
 MODEL = "smollm2"
-PLAIN_STEPS, WARM_STEPS = 96, 8  # for the parked drafter's line: steps per run, and how many of them do not count
-FRESH_ENGINES, PARKED_ROUNDS = 2, 3  # pairs of engines made for it, and rounds per pair
+PLAIN_STEPS, WARM_STEPS = 96, 8  # for the paused drafter's line: steps per run, and how many of them do not count
+FRESH_ENGINES, PAUSED_ROUNDS = 2, 3  # pairs of engines made for it, and rounds per pair
 LOAD_ROUNDS = 3
 OUTPUT_LEN = 64  # tokens per request at most; a request may end earlier
 CLASSES = ("code", "qa", "json", "prose")
@@ -45,14 +45,14 @@ def load(spec: str, model: str = MODEL) -> LLM:
     return LLM(model, device="cpu", spec=spec, prefix_cache=False, profile=NO_PROFILE)
 
 
-def parked_drafter(wanted: Names, progress: Progress, make: Callable[[str], LLM] = load) -> dict[str, Sample]:
+def paused_drafter(wanted: Names, progress: Progress, make: Callable[[str], LLM] = load) -> dict[str, Sample]:
     """Compare plain steps of an engine that has a drafter with those of one without, in fresh engines each time."""
     found = []
     for pair in range(FRESH_ENGINES):
-        plain, parked = (partial(_plain_steps, make(spec)) for spec in ("off", "auto"))
-        done = pair * PARKED_ROUNDS
-        found.append(in_turn(plain, parked, PARKED_ROUNDS, part(progress, done, FRESH_ENGINES * PARKED_ROUNDS)))
-    return {"parked-drafter": joined(each["steps_s"] for each in found)}
+        plain, paused = (partial(_plain_steps, make(spec)) for spec in ("off", "auto"))
+        done = pair * PAUSED_ROUNDS
+        found.append(in_turn(plain, paused, PAUSED_ROUNDS, part(progress, done, FRESH_ENGINES * PAUSED_ROUNDS)))
+    return {"paused-drafter": joined(each["steps_s"] for each in found)}
 
 
 def _plain_steps(llm: LLM) -> Metrics:
@@ -252,7 +252,7 @@ def _load_group(streams: int, requests: int, temperature: float, **names: str) -
 
 
 GROUPS = (
-    Group(("parked-drafter",), parked_drafter),
+    Group(("paused-drafter",), paused_drafter),
     Group(("drafted-code", "start-in-steps", "start-with-drafter"), partial(drafted, "code")),
     *(Group((f"drafted-{name}",), partial(drafted, name)) for name in ("json", "questions", "prose")),
     _load_group(1, 6, 0.7, auto_sampled="tok_s"),

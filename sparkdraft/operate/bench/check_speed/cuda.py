@@ -78,7 +78,7 @@ def short_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str,
     plain = setup.bench(most, tokens)
     kinds: dict[str, Callable[[], Bench]] = {
         "floor": lambda: plain,
-        "parked": lambda: setup.bench(most, tokens, spec="0"),
+        "paused": lambda: setup.bench(most, tokens, spec="0"),
         "drafted": lambda: setup.bench(most, tokens, spec=str(setup.drafts), synthetic=True),
     }
     for kind, make in kinds.items():
@@ -183,7 +183,7 @@ def _freed(measure: Measure, wanted: Names, progress: Progress) -> dict[str, Sam
 
 
 def groups(setup: Setup) -> tuple[Group, ...]:
-    kinds = {"floor": (1, 4, 16), "parked": (1, 16), "drafted": (1, 4, 16)}
+    kinds = {"floor": (1, 4, 16), "paused": (1, 16), "drafted": (1, 4, 16)}
     short = tuple(for_streams(kind, n) for kind, counts in kinds.items() for n in counts)
     long = ("prompt-of-matmul", "floor-32000-tokens", "turboquant-32000-tokens", "turboquant-prompt")
     measures: dict[tuple[str, ...], Measure] = {

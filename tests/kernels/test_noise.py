@@ -1,4 +1,4 @@
-"""The dice are fair, the same for whoever throws them, and a drafter that throws them draws what the target draws."""
+"""Noise is uniform, reproducible and shared: a drafter that adds it draws what the target draws."""
 
 from __future__ import annotations
 
