@@ -49,7 +49,9 @@ class EngineConfig:
         0, "most tokens of a prompt and its output together (0: the model's own, or what the KV cache holds)"
     )
     max_seqs: int = option(0, "maximum number of requests that run at once (0: automatic)", also="--max-num-seqs")
-    max_step_tokens: int = option(0, "maximum number of rows per step, prompt chunks and decode rows together (0: automatic)")
+    max_step_tokens: int = option(
+        0, "maximum number of rows per step, prompt chunks and decode rows together (0: automatic)"
+    )
     max_step_ms: int = option(
         0,
         "longest step in milliseconds while a prompt is read beside requests that decode; its chunks are cut to fit "

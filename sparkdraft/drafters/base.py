@@ -240,7 +240,9 @@ class Anchors:
     block_size: int
     max_context: int  # upper bound on 'length' plus the drafts
     positions: Tensor | None = None  # int32 [seqs]: of the anchors, where tables leave out blocks; None: length - 1
-    hidden: Tensor | None = None  # [seqs, len(caps.aux_layers), hidden]: of the token before the anchor, for a chain drafter
+    hidden: Tensor | None = (
+        None  # [seqs, len(caps.aux_layers), hidden]: of the token before the anchor, for a chain drafter
+    )
 
 
 class DraftBytes(NamedTuple):

@@ -103,7 +103,11 @@ class DFlashConfig:
 
     def check_fits(self, target: ModelConfig) -> None:
         """Raises UserError if the drafter was not made for a target of this shape."""
-        vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in self.aux_layers if t >= target.num_layers]
+        vocab, layers, beyond = (
+            target.vocab_size,
+            target.num_layers,
+            [t for t in self.aux_layers if t >= target.num_layers],
+        )
         for own in (self.model.hidden_size, self.target_hidden_size):
             must_fit(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
         must_fit(

@@ -37,7 +37,9 @@ class KnownDrafter:
     dialect: str
     block: int  # the anchor included
     layers: int | None
-    aux_layers: tuple[int, ...]  # target layers that it reads, the first is 0; empty: not known, or the final norm's result
+    aux_layers: tuple[
+        int, ...
+    ]  # target layers that it reads, the first is 0; empty: not known, or the final norm's result
     window: int  # of most of its layers; 0: none
     gib: float | None
     thinking: str  # one of THINKING

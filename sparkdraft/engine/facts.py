@@ -54,13 +54,17 @@ def asked(model: Decoder, plan: Plan) -> KernelShapes:
     coded = frozenset(s.head_dim for s in model.config.attention if is_coded and s.window not in windows)
     exact = frozenset(s.head_dim for s in model.config.attention if not (is_coded and s.window not in windows))
     matrices = all_tiles(m for m in model.matrices if isinstance(m, Linear))
-    return KernelShapes(matrices, experts, exact, coded, frozenset(recurrent), ITEMSIZE[plan.dtype], plan.max_step_tokens)
+    return KernelShapes(
+        matrices, experts, exact, coded, frozenset(recurrent), ITEMSIZE[plan.dtype], plan.max_step_tokens
+    )
 
 
 def asked_by_drafter(drafter: Drafter, plan: Plan) -> KernelShapes:
     """Its keys and values are exact, whatever the target's are."""
     dims, none = frozenset(spec.head_dim for spec in drafter.caps.kv), frozenset[int]()
-    return KernelShapes(all_tiles(drafter.matrices), (), dims, none, frozenset(), ITEMSIZE[plan.dtype], plan.max_step_tokens)
+    return KernelShapes(
+        all_tiles(drafter.matrices), (), dims, none, frozenset(), ITEMSIZE[plan.dtype], plan.max_step_tokens
+    )
 
 
 def _recordings(engine: Engine) -> Fact:

@@ -71,9 +71,13 @@ class Lanes:
         self.floats, self.integers = torch.zeros(3, lanes, device=device), integers(2, lanes, dtype=torch.int64)
         aux_shape = runner.aux_hidden.shape[1:]
         kept = (lanes, ring, *aux_shape) if self.drafter and not self.chain else (0,)
-        self.ring = torch.zeros(kept, dtype=runner.aux_hidden.dtype, device=device)  # indexed by position modulo its size
+        self.ring = torch.zeros(
+            kept, dtype=runner.aux_hidden.dtype, device=device
+        )  # indexed by position modulo its size
         # The hidden state of each lane's last committed row, for a chain drafter.
-        self.hidden = torch.zeros((lanes if self.chain else 0, *aux_shape), dtype=runner.aux_hidden.dtype, device=device)
+        self.hidden = torch.zeros(
+            (lanes if self.chain else 0, *aux_shape), dtype=runner.aux_hidden.dtype, device=device
+        )
         deepest = proposer.max_depth if proposer else 0
         self._numbers = torch.arange(max(1 + deepest, ring), dtype=torch.int32, device=device)
         self._columns = torch.arange(max_blocks, dtype=torch.int32, device=device)

@@ -207,7 +207,15 @@ class StepInputs:
     ) -> None:
         """copy: how integers reach the device. By default CUDA's asynchronous copy, and no copy on a CPU."""
         self.block_size, self.max_blocks, self.max_seqs = block_size, max_blocks, max_seqs
-        sizes = (max_step_tokens, max_step_tokens, max_step_tokens, max_seqs + 1, max_seqs, max_step_tokens, max_seqs * max_blocks)
+        sizes = (
+            max_step_tokens,
+            max_step_tokens,
+            max_step_tokens,
+            max_seqs + 1,
+            max_seqs,
+            max_step_tokens,
+            max_seqs * max_blocks,
+        )
         on_gpu = device.type == "cuda"
         self._copy = copy or (_copy_to_gpu if on_gpu else None)
         self._hosts = [HostBuffer(sizes, max_seqs, on_gpu) for _ in range(NUM_HOST_BUFFERS if self._copy else 1)]

@@ -57,7 +57,9 @@ class Scheduler:
         groups: what requests hold beside their blocks. pace: limits prompt rows while others decode; without it a
         chunk takes all rows of a step.
         """
-        assert max_step_tokens >= max_seqs, f"max_step_tokens {max_step_tokens} below max_seqs {max_seqs}: decode rows would starve"
+        assert max_step_tokens >= max_seqs, (
+            f"max_step_tokens {max_step_tokens} below max_seqs {max_seqs}: decode rows would starve"
+        )
         self.pool = pool
         self.prefix = prefix
         self.block_size = prefix.block_size

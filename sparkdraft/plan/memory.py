@@ -101,7 +101,12 @@ def recording_bytes(
 
 
 def scratch_bytes(
-    model: ModelConfig, max_step_tokens: int, max_seqs: int, itemsize: int, kernels: str, draft: DrafterCaps | None = None
+    model: ModelConfig,
+    max_step_tokens: int,
+    max_seqs: int,
+    itemsize: int,
+    kernels: str,
+    draft: DrafterCaps | None = None,
 ) -> int:
     """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled rows.
 

@@ -150,7 +150,9 @@ def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
     max_seqs = config.max_seqs or MAX_SEQS[hardware.device]
     max_step_tokens = config.max_step_tokens or max(MAX_ROWS[hardware.device], max_seqs)
     if max_step_tokens < max_seqs:
-        raise UserError(f"max_step_tokens is {max_step_tokens}, below max_seqs ({max_seqs}); every request needs one row per step")
+        raise UserError(
+            f"max_step_tokens is {max_step_tokens}, below max_seqs ({max_seqs}); every request needs one row per step"
+        )
     return max_seqs, max_step_tokens
 
 

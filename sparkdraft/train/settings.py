@@ -33,7 +33,9 @@ class FitSettings:
     intermediate: int = setting(0, "width of its MLP (0: the target's)")
     block: int = setting(16, "tokens of a draft block, including the anchor: it drafts one less")
     widths: tuple[int, ...] = setting((), "block widths to mix in training, a list (default: the block and half of it)")
-    aux_layers: tuple[int, ...] = setting((), "target layers it reads, a list counted from 0 (default: five, spread evenly)")
+    aux_layers: tuple[int, ...] = setting(
+        (), "target layers it reads, a list counted from 0 (default: five, spread evenly)"
+    )
     window: int = setting(0, "it sees the last N tokens of the context (0: all, or as the drafter of --init)")
     sinks: int = setting(16, "with --window: it also sees this many tokens at the beginning of the context")
     vocab: int = setting(0, "draft only the N most frequent ids of the corpus: a cheaper head (0: all)")
@@ -72,7 +74,9 @@ class FitSettings:
         if self.block_rows < max(self.all_widths):
             raise UserError(f"--block-rows is {self.block_rows}; one block alone has {max(self.all_widths)} rows")
         if len(set(self.aux_layers)) < len(self.aux_layers):
-            raise UserError(f"--aux-layers names a layer twice ({', '.join(map(str, self.aux_layers))}); name each once")
+            raise UserError(
+                f"--aux-layers names a layer twice ({', '.join(map(str, self.aux_layers))}); name each once"
+            )
         for name in ("soft", "alpha", "flat"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"--{name} is {getattr(self, name)}; it must be from 0 to 1")

@@ -125,5 +125,7 @@ class Features:
         slots = (first[document] * BLOCK + batch.positions).int()
         view = AttentionView(batch.bounds, lengths, tables, self.longest, self.longest)
         aux_hidden = torch.empty(rows, len(self.aux_layers), hidden, dtype=self.target.dtype, device=lengths.device)
-        residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv), self.aux_layers, aux_hidden)
+        residual = self.decoder.forward(
+            Step(batch.ids, batch.positions, slots, view, self.kv), self.aux_layers, aux_hidden
+        )
         return aux_hidden.flatten(1), self.decoder.scores(residual) if self.teach else None

@@ -292,7 +292,12 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     **{"hang_seconds": (9.0,), "step_seconds": (9.0,)},
     **{"watchdog": (False,), "model": (GEMMA,), "device": ("cpu",), "dtype": ("quantised", "float32", "bfloat16")},
     **{"weights": ("fp8", "int4"), "weights_cache": (False,), "max_model_len": (512,), "max_seqs": (3,)},
-    **{"max_step_tokens": (64,), "max_step_ms": (9,), "kv": ("exact", "fp8"), "tq_mode": ("off", "full_tq", "capture_only")},
+    **{
+        "max_step_tokens": (64,),
+        "max_step_ms": (9,),
+        "kv": ("exact", "fp8"),
+        "tq_mode": ("off", "full_tq", "capture_only"),
+    },
     **{"tq_key_bits": (3,), "tq_value_bits": (4,), "tq_ring_capacity": (9,), "tq_initial_layers": (1,)},
     **{"tq_centre": (False,), "kv_tokens": (512,), "memory_fraction": (0.5,), "block_size": (32,)},
     **{"prefix_cache": (False,), "graphs": (True,), "threads": (3,), "spec": ("off", "3"), "spec_depths": ("0,3",)},

@@ -33,7 +33,13 @@ POSTED = {
         },
     },
     "GEMMA_TWO_SPARKS": {
-        **{"model": "google/gemma-4-31B-it", "weights": "fp8", "max_model_len": 16384, "max_step_tokens": 16384, "spec": "7"},
+        **{
+            "model": "google/gemma-4-31B-it",
+            "weights": "fp8",
+            "max_model_len": 16384,
+            "max_step_tokens": 16384,
+            "spec": "7",
+        },
         **{"memory_fraction": 0.8, "graphs": False, "drafter": "RedHatAI/gemma-4-31B-it-speculator.dflash"},
     },
     "GEMMA_INT4": {
@@ -46,11 +52,21 @@ POSTED = {
         **{"drafter": "z-lab/Qwen3.5-35B-A3B-DFlash", "spec": "15"},
     },
     "CODER_NEXT": {
-        **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_step_tokens": 32768, "max_seqs": 4, "memory_fraction": 0.6},
+        **{
+            "model": "saricles/Qwen3-Coder-Next-NVFP4-GB10",
+            "max_step_tokens": 32768,
+            "max_seqs": 4,
+            "memory_fraction": 0.6,
+        },
         **{"graphs": False, "drafter": "z-lab/Qwen3-Coder-Next-DFlash", "spec": "15"},
     },
     "CODER_NEXT_COMPILED": {
-        **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_step_tokens": 32768, "max_seqs": 4, "memory_fraction": 0.6},
+        **{
+            "model": "saricles/Qwen3-Coder-Next-NVFP4-GB10",
+            "max_step_tokens": 32768,
+            "max_seqs": 4,
+            "memory_fraction": 0.6,
+        },
         **{"drafter": "z-lab/Qwen3-Coder-Next-DFlash", "spec": "15"},
     },
     "DFLASH_CONTAINER": {
@@ -74,7 +90,12 @@ POSTED = {
     },
     "LLAMA": {
         **{"model": "unsloth/Qwen3.6-35B-A3B-GGUF", "kv_tokens": 65536, "max_model_len": 16384, "max_seqs": 4},
-        **{"kv": "fp8", "sampling_defaults": "temperature=0.7,top_k=20", "max_step_tokens": 4096, "served_name": "qwen"},
+        **{
+            "kv": "fp8",
+            "sampling_defaults": "temperature=0.7,top_k=20",
+            "max_step_tokens": 4096,
+            "served_name": "qwen",
+        },
         **{"host": "0.0.0.0", "port": 8080, "allow_public": True},
     },
 }

@@ -69,7 +69,13 @@ def test_a_recipe_is_beaten_by_file_variables_and_flags(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("max_step_tokens = 2\nkv_tokens = 2\nthreads = 2\n")
     environ = {"SPARKDRAFT_KV_TOKENS": "3", "SPARKDRAFT_THREADS": "3"}
     engine = merge({"threads": 4}, tmp_path / "a.toml", environ, base).engine
-    assert (engine.model, engine.max_seqs, engine.max_step_tokens, engine.kv_tokens, engine.threads) == ("m", 1, 2, 3, 4)
+    assert (engine.model, engine.max_seqs, engine.max_step_tokens, engine.kv_tokens, engine.threads) == (
+        "m",
+        1,
+        2,
+        3,
+        4,
+    )
 
 
 def test_a_recipes_drafter_is_for_its_own_model_alone(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def test_every_row_finds_its_uncoded_keys(recent: int, spare: int) -> None:
         )
         for i in range(24)
     }
-    plain = texts(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_step_tokens=64), jobs, random.Random(1))
+    plain = texts(
+        fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_step_tokens=64), jobs, random.Random(1)
+    )
     engine = coded_engine(spare, recent)
     assert texts(engine, jobs, random.Random(1)) == plain
     assert texts(engine, jobs, random.Random(2)) == plain  # and with prefixes found
@@ -77,7 +79,9 @@ def test_pages_are_held_as_long_as_a_row_to_come_reads_them(first: int, recent: 
 
 def test_requests_that_give_way_and_come_back() -> None:
     jobs = {f"r{i}": ([i] * 40, SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(6)}
-    plain = texts(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_step_tokens=64), jobs, random.Random(1))
+    plain = texts(
+        fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_step_tokens=64), jobs, random.Random(1)
+    )
     engine = coded_engine(0, 16, num_blocks=60)  # two of them hardly fit
     schedule, given_way = engine.scheduler.schedule, []
     engine.scheduler.schedule = lambda depths: given_way.append(batch := schedule(depths)) or batch  # type: ignore

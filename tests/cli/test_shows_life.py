@@ -18,7 +18,20 @@ from sparkdraft.util import progress
 from tests.models.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-SMALL = ("--layers", "1", "--context", "64", "--block-rows", "32", "--longest", "64", "--block", "4", "--aux-layers", "0,1")
+SMALL = (
+    "--layers",
+    "1",
+    "--context",
+    "64",
+    "--block-rows",
+    "32",
+    "--longest",
+    "64",
+    "--block",
+    "4",
+    "--aux-layers",
+    "0,1",
+)
 
 
 TOY = uniform_config("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True, qk_norm=True)

@@ -75,7 +75,9 @@ def expected(tmp_path: Path, target_folder: Path) -> Callable[..., Tensor]:
     dflash = pytest.importorskip("dflash.model", reason=reason)
 
     @torch.inference_mode()
-    def logits(config: dict[str, Any], tensors: dict[str, Tensor], aux_hidden: Tensor, anchor: int, width: int) -> Tensor:
+    def logits(
+        config: dict[str, Any], tensors: dict[str, Tensor], aux_hidden: Tensor, anchor: int, width: int
+    ) -> Tensor:
         """z-lab's draft for one sequence, [width - 1, vocabulary], from the same features."""
         folder = tmp_path / "oracle"
         if not folder.exists():
@@ -119,7 +121,9 @@ def test_drafts_are_those_of_zlabs_package(
     target = Harness(target_folder, *place)
     drafts = DraftHarness(target.model, folder, *place)
     tensors, size = random_tensors(equivalent), drafts.draft.block_size
-    aux_hidden = {name: aux_hidden_of(target, ids(length, length), name) for name, length in (("a", 1), ("b", 8), ("c", 37))}
+    aux_hidden = {
+        name: aux_hidden_of(target, ids(length, length), name) for name, length in (("a", 1), ("b", 8), ("c", 37))
+    }
     wanted = {n: expected(equivalent, tensors, t, 7, size) for n, t in aux_hidden.items()}
 
     drafts.observe({"a": aux_hidden["a"], "b": aux_hidden["b"][:5], "c": aux_hidden["c"][:16]})  # ragged and in chunks

@@ -77,7 +77,8 @@ def test_newer_configs_keep_the_block_size_and_scales_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "aux_layers"), [(1, (18,)), (2, (1, 33)), (3, (1, 17, 33)), (5, (1, 9, 17, 25, 33)), (4, (1, 12, 22, 33))]
+    ("layers", "aux_layers"),
+    [(1, (18,)), (2, (1, 33)), (3, (1, 17, 33)), (5, (1, 9, 17, 25, 33)), (4, (1, 12, 22, 33))],
 )
 def test_aux_layers_where_the_config_is_silent(layers: int, aux_layers: tuple[int, ...]) -> None:
     config = {**QWEN3_8B, "num_hidden_layers": layers, "layer_types": None, "dflash_config": {"mask_token_id": 1}}

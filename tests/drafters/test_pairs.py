@@ -45,7 +45,9 @@ def test_the_table_is_whole() -> None:
         for drafter in target.drafters:
             assert drafter.kind in pairs.KINDS and drafter.thinking in pairs.THINKING and drafter.block > 1
             assert bool(drafter.repo) == (drafter.kind != "mtp") and bool(drafter.tokens) == bool(drafter.source)
-            assert all(0 <= layer < target.layers for layer in drafter.aux_layers) and sorted(drafter.aux_layers) == list(drafter.aux_layers)
+            assert all(0 <= layer < target.layers for layer in drafter.aux_layers) and sorted(
+                drafter.aux_layers
+            ) == list(drafter.aux_layers)
             assert all(1 < tokens <= drafter.block for tokens in drafter.tokens), "more than a block can bring"
             assert drafter.describe()
 

@@ -74,7 +74,9 @@ def speculators(dimensions: Mapping[str, Any], block_size: int = 8, **top: Any) 
     }
 
 
-def random_tensors(dimensions: Mapping[str, Any], aux_hidden: int = 2, prefix: str = "", seed: int = 5) -> dict[str, Tensor]:
+def random_tensors(
+    dimensions: Mapping[str, Any], aux_hidden: int = 2, prefix: str = "", seed: int = 5
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden, inter, head_dim = (dimensions[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
     q, kv = dimensions["num_attention_heads"] * head_dim, dimensions["num_key_value_heads"] * head_dim

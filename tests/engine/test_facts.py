@@ -91,5 +91,7 @@ def test_what_a_drafter_asks_of_its_kernels(tmp_path: Path) -> None:
     assert proposer
     found = asked_by_drafter(proposer.drafter, llm.plan)
     hidden, caps = llm.model_config.hidden_size, proposer.drafter.caps
-    assert (hidden, len(caps.aux_layers) * hidden) in {each.shape for each in found.matrices}, "the matrix that reads aux hidden states"
+    assert (hidden, len(caps.aux_layers) * hidden) in {each.shape for each in found.matrices}, (
+        "the matrix that reads aux hidden states"
+    )
     assert found.head_dims == {spec.head_dim for spec in caps.kv}

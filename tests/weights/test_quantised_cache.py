@@ -44,7 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(tiny: Path, form: str = "int4") -> tuple[list[Tensor], list[str]]:
     """The numbers of all matrices of a model that was built, and what the user is told."""
-    llm = LLM(str(tiny), device="cpu", dtype="float32", weights=form, spec="off", max_seqs=1, max_step_tokens=32, threads=1)
+    llm = LLM(
+        str(tiny), device="cpu", dtype="float32", weights=form, spec="off", max_seqs=1, max_step_tokens=32, threads=1
+    )
     found: list[Tensor] = []
     for matrix in (m for layer in llm.engine.runner.model.layers for m in layer.matrices):
         experts = [matrix.expert(i) for i in range(matrix.count)] if hasattr(matrix, "count") else [matrix]

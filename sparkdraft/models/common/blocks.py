@@ -212,7 +212,9 @@ class Decoder:
             if aux_hidden is not None and i in aux_layers:
                 self.ops.store_aux(normed.x, aux_hidden, aux_layers.index(i), step.positions)
         if aux_hidden is not None and FINAL in aux_layers:
-            self.ops.store_aux(self.ops.rms_norm(normed.x, *self.norm), aux_hidden, aux_layers.index(FINAL), step.positions)
+            self.ops.store_aux(
+                self.ops.rms_norm(normed.x, *self.norm), aux_hidden, aux_layers.index(FINAL), step.positions
+            )
         return normed.x  # the prepared norm is dropped: a row's logits must not depend on the rows beside it
 
     def embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]

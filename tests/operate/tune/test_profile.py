@@ -111,7 +111,10 @@ def test_settings_that_do_not_fit_what_the_user_names_are_left_out() -> None:
     assert config.spec_depths == "auto" and config.max_step_tokens == 256
     assert "spec_depths is left out, it was measured with a-drafter" in said
     config, said = picked(max_step_tokens=4)
-    assert (config.max_step_tokens, config.max_seqs) == (4, 0) and "max_seqs is left out, 8 is above max_step_tokens (4)" in said
+    assert (config.max_step_tokens, config.max_seqs) == (
+        4,
+        0,
+    ) and "max_seqs is left out, 8 is above max_step_tokens (4)" in said
 
 
 def test_depths_of_another_drafter_of_the_same_kind_are_left_out(tiny: Path) -> None:
@@ -206,6 +209,8 @@ def test_an_engine_runs_with_it_and_says_so(
     assert "from 2026-11-17" in served.info.fallbacks[0]["name"]
     flags = ["--model", str(tiny), "--device", "cpu", "--dtype", "float32", "--spec", "off", "--max-tokens", "1"]
     assert main(["generate", "--prompt", "a", *flags]) == 0
-    assert f"profile {subject.path.name} from 2026-11-17: max_step_tokens 48" in capsys.readouterr().err.replace("\n", "")
+    assert f"profile {subject.path.name} from 2026-11-17: max_step_tokens 48" in capsys.readouterr().err.replace(
+        "\n", ""
+    )
     assert main(["generate", "--prompt", "a", *flags, "--no-profile"]) == 0
     assert "profile" not in capsys.readouterr().err

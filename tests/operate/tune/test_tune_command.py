@@ -62,10 +62,16 @@ def test_a_short_run_from_prompts_to_a_profile(
     found = json.loads(last)
     assert status == 0 and text[0].endswith("drafter none; 2 prompts") and "max_seqs 2" in text[1]
     assert found["kept"] and found["old"] == {"max_seqs": 2, "threads": 1}
-    assert found["new"] == found["old"] | {"max_step_tokens": found["new"]["max_step_tokens"]} and found["skipped"] == []
-    assert found["loads"].keys() == {ONE, SEVERAL, BURST, LONG} and any("max_step_tokens" in name for name in found["tried"])
+    assert (
+        found["new"] == found["old"] | {"max_step_tokens": found["new"]["max_step_tokens"]} and found["skipped"] == []
+    )
+    assert found["loads"].keys() == {ONE, SEVERAL, BURST, LONG} and any(
+        "max_step_tokens" in name for name in found["tried"]
+    )
     kept = read_profile(Path(found["profile"]))
-    assert kept.options == {"max_step_tokens": found["new"]["max_step_tokens"]}, "what the user has named is not the profile's"
+    assert kept.options == {"max_step_tokens": found["new"]["max_step_tokens"]}, (
+        "what the user has named is not the profile's"
+    )
     assert out.read_text() == Path(found["profile"]).read_text()
     opened = open_model(EngineConfig.of(model=str(tiny), device="cpu", dtype="float32", spec="off"))
     assert opened.config.max_step_tokens == found["new"]["max_step_tokens"] and kept.subject == opened.subject

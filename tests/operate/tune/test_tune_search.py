@@ -110,7 +110,9 @@ def test_what_cannot_run_is_said_and_passed_over() -> None:
         return faster("max_step_tokens", 256, 0.1)(options, load)
 
     outcome = Machine(speed).tune(ROWS)
-    assert outcome.tried[0] == ("max_step_tokens 1024", "cannot run: it does not fit") and outcome.new == {"max_step_tokens": 256}
+    assert outcome.tried[0] == ("max_step_tokens 1024", "cannot run: it does not fit") and outcome.new == {
+        "max_step_tokens": 256
+    }
 
 
 def test_it_ends_in_time_and_says_what_was_not_tried() -> None:
