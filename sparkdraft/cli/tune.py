@@ -119,8 +119,8 @@ def _introduce(opened: Opened, engines: Engines, prompts: int, minutes: float) -
     print(f"{subject.model} on {subject.machine}, drafter {subject.drafter or 'none'}; {prompts} prompts")
     depths = ",".join(map(str, engines.depths))
     print(
-        f"now: threads {plan.threads}, max_step_tokens {plan.max_step_tokens}, max_seqs {plan.max_seqs}, spec_depths {depths}, "
-        f"kv {plan.kv}; {minutes:g} minutes"
+        f"now: threads {plan.threads}, max_step_tokens {plan.max_step_tokens}, max_seqs {plan.max_seqs}, "
+        f"spec_depths {depths}, kv {plan.kv}; {minutes:g} minutes"
     )
 
 

@@ -1,8 +1,8 @@
 """Runs the target model once over a batch: prompt chunks, decode rows and drafts to verify, in one ragged pass.
 
 It lays out the rows (engine/runner.py), calls the model or replays its recording (engine/graphs.py), and returns the
-logits of the rows to be sampled. The hidden states that a drafter reads are left in `aux_hidden`. The scheduler decides what
-is run, and the sampler what is sampled.
+logits of the rows to be sampled. The hidden states that a drafter reads are left in `aux_hidden`. The scheduler
+decides what is run, and the sampler what is sampled.
 """
 
 from __future__ import annotations

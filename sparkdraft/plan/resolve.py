@@ -70,7 +70,8 @@ class Plan:
         """fallbacks: those of the engine that runs this plan. Without them, the plan's own are shown."""
         lines = [
             f"{self.device}, {self.weights} weights, {self.kernels} kernels, {self.threads} threads",
-            f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_step_tokens} rows per step",
+            f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, "
+            f"{self.max_step_tokens} tokens per step",
             f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self._kv()}",
             self.memory.table(),
         ]

@@ -1,7 +1,7 @@
 """The drafter for a target: its config.json in z-lab's layout, before any weight exists.
 
-Heads, rotation and norms are the target's, aux_layers are spread over its depth, and the mask is an id that the target never
-learnt, so that its embedding means nothing else. settings.py has the sizes of the run itself.
+Heads, rotation and norms are the target's, aux layers are spread over its depth, and the mask is an id that the target
+never learnt, so that its embedding means nothing else. settings.py has the sizes of the run itself.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _zlab_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -> dict[str, Any]:
-    """The same drafter as speculators describes it: aux_layers one higher, the layers' dimensions in a record of their own.
+    """The same drafter as speculators describes it: layer ids one higher, dimensions in a record of their own.
 
     As version 0.9 writes them, checkpoints with the target's whole vocabulary have neither embedding nor head; those
     with a smaller one have the head's rows (lm_head), their ids (d2t: id less row) and which ids have one (t2d).

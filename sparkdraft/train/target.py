@@ -95,10 +95,10 @@ class Features:
     """
 
     def __init__(
-        self, target: Target, aux_hidden: tuple[int, ...], context: int, longest: int, teach: Linear | None = None
+        self, target: Target, aux_layers: tuple[int, ...], context: int, longest: int, teach: Linear | None = None
     ) -> None:
         """teach: the output head, if the logits of every token are wanted too; then all layers run."""
-        self.target, self.aux_layers, self.teach, self.longest = target, aux_hidden, teach is not None, longest
+        self.target, self.aux_layers, self.teach, self.longest = target, aux_layers, teach is not None, longest
         whole = target.decoder
         layers = whole.layers if teach else whole.layers[: max(aux_layers) + 1]
         ends = (whole.embedding, teach or whole.head, whole.norm, whole.context, whole.ops, whole.dtype)

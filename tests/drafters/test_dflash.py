@@ -291,7 +291,7 @@ def test_a_mask_embedding_in_a_pickle_is_refused(llama: Path, tmp_path: Path) ->
 
 
 def test_the_embedded_drafter_knows_its_model(smollm2_path: Path) -> None:
-    """Right aux_hidden, norms, rotation and mask id show in one number: how often the first draft is what the model says."""
+    """Right hidden states, norms, rotation and mask id show in how often the first draft is what the model says."""
     folder = default_drafter("smollm2")
     if folder is None or native.unavailable_reason():
         pytest.skip("no embedded drafter, or no native kernels")

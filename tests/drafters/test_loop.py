@@ -25,7 +25,7 @@ from tests.models.tiny import oracle, write_tiny
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 LENGTH, OUTPUT, TAUGHT = 100, 48, 100
 BODIES = {"full": body("ff"), "sliding": body("ssf", window=6)}
-# Aux layers are blocks 0 and 2 of 4: of a last block, transformers shows z-lab the normed state, and no drafter reads that.
+# Aux layers are 0 and 2 of 4. Transformers gives z-lab the normed state of a last layer, and no drafter reads that.
 TARGET = {"num_hidden_layers": 4, "initializer_range": 0.1}
 PAIRS = [
     pytest.param(("llama", "full"), id="llama-full"),

@@ -1,4 +1,4 @@
-"""Logits equal to transformers' for checkpoints it wrote: whole prompts, every split, ragged batches, decode, aux_hidden."""
+"""Each architecture against transformers: prompts at once, one token at a time, ragged batches, aux hidden states, heads.
 
 from __future__ import annotations
 

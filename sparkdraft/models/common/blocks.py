@@ -203,8 +203,8 @@ class Decoder:
     def forward(self, step: Step, aux_layers: Sequence[int] = (), aux_hidden: Tensor | None = None) -> Tensor:
         """Run every row through the layers: the last residual [rows, hidden], before the final norm.
 
-        The residual after block aux_layers[i] goes to aux_hidden[:, i] (aux_hidden [rows, len(aux_layers), hidden], or each row's
-        ring of such, by position); of FINAL, what the final norm makes of the last residual.
+        The residual after block aux_layers[i] goes to aux_hidden[:, i] (aux_hidden [rows, len(aux_layers), hidden], or
+        each row's ring of such, by position); of FINAL, what the final norm makes of the last residual.
         """
         normed = Normed(self.embed(step.token_ids), self.layers[0].input_norm)
         for i, (layer, then) in enumerate(following(self.layers, self.norm)):
