@@ -1,4 +1,4 @@
-"""Each architecture against transformers: prompts at once, one token at a time, ragged batches, aux hidden states, heads.
+"""Logits against transformers: whole prompts, every split, ragged batches, decode, aux hidden states."""
 
 from __future__ import annotations
 
