@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkdraft.cli import bench_depth, bench_kv, bench_offline, bench_report, bench_speed, bench_weights
+from sparkdraft.cli import bench_depth, bench_formats, bench_offline, bench_speed
 from sparkdraft.cli.bench_offline import numbers
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
 from sparkdraft.config import EngineConfig
@@ -34,9 +34,8 @@ EXAMPLES = """examples:
   sparkdraft bench accept --per-class 0 --speed                                (plain against drafted, one stream)
   sparkdraft bench depth --per-class 4 --concurrency 1,4 --plot depth.svg      (fixed depths against the chosen one)
   sparkdraft bench depth --shape qwen3-8b --drafter-shape dflash-5x --synthetic-acceptance 6.5 --concurrency 1,16
-  sparkdraft bench kv --formats fp8,k4v3,k5v4 --plot kv.svg                    (what smaller KV caches cost and bring)
-  sparkdraft bench weights --formats fp8,int4 --plot weights.svg               (what quantised weights cost and bring)
-  sparkdraft bench report --minutes 20 --out report                            (all of it, as a page to post)
+  sparkdraft bench kv --formats fp8,k4v3,k5v4 --plot kv.svg                    (what smaller KV caches cost and hold)
+  sparkdraft bench weights --formats fp8,int4 --plot weights.svg               (what quantised weights cost)
   sparkdraft bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --classes code,prose --out results
   sparkdraft bench long-prompt                                                 (gaps of 8 streams while it is read)
   sparkdraft bench check-speed --only paused-drafter,drafted-code              (ratios against what is expected)
@@ -61,19 +60,17 @@ def configure(parser: ArgumentParser) -> None:
     add_engine_flags(accept, ngram=False)
     depth = kinds.add_parser("depth", help="fixed depths of drafting against the chosen one, by class and streams")
     bench_depth.configure(depth)
-    kv = kinds.add_parser("kv", help="KV formats: memory, perplexity and divergence beside the exact cache, speed")
-    bench_kv.configure(kv)
-    weights = kinds.add_parser("weights", help="weight formats: bytes, perplexity and divergence beside floats, speed")
-    bench_weights.configure(weights)
+    kv = kinds.add_parser("kv", help="KV formats: memory, perplexity and divergence beside the exact cache")
+    bench_formats.configure_kv(kv)
+    weights = kinds.add_parser("weights", help="weight formats: bytes, perplexity and divergence beside floats")
+    bench_formats.configure_weights(weights)
     serve = kinds.add_parser("serve", help="an OpenAI-compatible server: speed and latency, by class and streams")
     _configure_serve(serve)
     long_prompt = kinds.add_parser("long-prompt", help="a long prompt that arrives while others decode")
     bench_speed.configure_long_prompt(long_prompt)
     check = kinds.add_parser("check-speed", help="ratios of speeds against a file of expected ones")
     bench_speed.configure_check(check)
-    report = kinds.add_parser("report", help="start-up, speed and KV formats of this machine, as a page to post")
-    bench_report.configure(report)
-    for kind in (offline, perplexity, accept, depth, kv, weights, serve, long_prompt, check, report):
+    for kind in (offline, perplexity, accept, depth, kv, weights, serve, long_prompt, check):
         kind.epilog = EXAMPLES
 
 
@@ -96,10 +93,9 @@ def run(args: Namespace) -> int:
         "offline": bench_offline.run,
         "accept": _accept,
         "depth": bench_depth.run,
-        "kv": bench_kv.run,
-        "weights": bench_weights.run,
+        "kv": bench_formats.run_kv,
+        "weights": bench_formats.run_weights,
         "serve": _serve,
-        "report": bench_report.run,
         "long-prompt": bench_speed.run_long_prompt,
         "check-speed": bench_speed.run_check,
     }

@@ -315,7 +315,7 @@ def test_a_prompt_is_measured_in_a_process_of_its_own(monkeypatch: pytest.Monkey
     found = cpu._fresh("Count to ten.", "off")
     assert found["tok_s"] > 0 and found["start_ms"] > 0 and found["steps_ms"] == pytest.approx(1e6 / found["tok_s"])
     with pytest.raises(UserError, match=r"`sparkdraft generate` failed with status 1: .*spec is 'deep'"):
-        cpu.generate("Count to ten.", "deep", 8)
+        cpu._generate("Count to ten.", "deep")
 
 
 @pytest.mark.slow

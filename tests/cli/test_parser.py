@@ -68,7 +68,6 @@ DECIDED = {  # by the command itself
     "sparkdraft bench kv": {"prefix_cache", "tq_centre", "count_ids"},
     "sparkdraft bench weights": {"prefix_cache", "weights", "weights_cache", "count_ids"},
     "sparkdraft check": {"count_ids"},
-    "sparkdraft bench report": {"prefix_cache", "spec", "kv", *(n for n in ENGINE_FIELDS if n.startswith("tq_"))},
     "sparkdraft bench long-prompt": {"prefix_cache"},
     "sparkdraft train eval": {"ngram"},
 }
@@ -84,7 +83,7 @@ def test_every_verb_that_builds_an_engine_has_every_engine_flag() -> None:
         *("sparkdraft export vllm", "sparkdraft recipe run", "sparkdraft cluster up"),
         *(
             f"sparkdraft bench {kind}"
-            for kind in ("offline", "perplexity", "accept", "depth", "kv", "weights", "report", "long-prompt")
+            for kind in ("offline", "perplexity", "accept", "depth", "kv", "weights", "long-prompt")
         ),
     }
     for prog in builders:

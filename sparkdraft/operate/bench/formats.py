@@ -1,9 +1,8 @@
-"""Compares formats of weights and of the KV cache: predictions of held-out texts, size and decode speed.
+"""Compares formats of weights and of the KV cache: how well they predict held-out texts, and their size.
 
-Each text (heldout/, written for this project) is read as one context by one engine after the other, and the
-distributions are compared token by token (KL divergence). For the first engine, the base, only the last hidden states
-are kept, a few MB per text, and its logits are computed again beside those of each other engine. So all engines must
-have the base's head.
+One engine after the other reads each text as one context, and next-token distributions are compared (KL divergence).
+Of the first engine, the base, only the last hidden states are kept, a few MB per text: its logits are computed again
+beside those of each other engine, so all engines must have the base's head.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +22,9 @@ from sparkdraft.cache.formats import EXACT, kv_formats, listed
 from sparkdraft.core import SamplingParams, TokenLogprob, UserError, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
-from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token, model_sizes
 from sparkdraft.models.registry import read_config
-from sparkdraft.operate.bench.offline import Speed
 from sparkdraft.operate.instrument import replaced
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.tokenizer import Tokenizer
@@ -65,17 +62,23 @@ class Reading:
 
     def rise(self, base: Reading) -> float:
         """The rise of the perplexity over the base's, as a share."""
-        return mean_rise([(self, base)])
+        return math.expm1(float(base.logprobs.mean() - self.logprobs.mean()))
 
 
-def mean_rise(pairs: Iterable[tuple[Reading, Reading]]) -> float:
-    """The geometric mean of the perplexity ratios of (reading, base's reading), less 1."""
-    return math.expm1(statistics.fmean(float(base.logprobs.mean() - own.logprobs.mean()) for own, base in pairs))
+Readings = Mapping[str, Reading]  # by kind of text
 
 
-def rise_by_position(
-    readings: Mapping[str, Reading], base: Mapping[str, Reading], width: int
-) -> list[tuple[float, float]]:
+def rise_of_all(readings: Readings, base: Readings) -> float:
+    """The geometric mean of the texts' perplexity ratios, less 1."""
+    return math.expm1(statistics.fmean(math.log1p(own.rise(base[kind])) for kind, own in readings.items()))
+
+
+def kl_of_all(readings: Readings) -> float:
+    """The mean over the texts, each with the same weight."""
+    return statistics.fmean(reading.mean_kl for reading in readings.values())
+
+
+def rise_by_position(readings: Readings, base: Readings, width: int) -> list[tuple[float, float]]:
     """Return (position, mean rise over the texts up to it), every 'width' positions and at the end."""
     lost = [base[kind].logprobs - reading.logprobs for kind, reading in readings.items()]
     longest = max(map(len, lost))
@@ -164,33 +167,18 @@ def prompt_rows_shown(engine: Engine, see: See) -> Iterator[None]:
         yield
 
 
-@dataclass(slots=True)
-class Measured:
-    """The readings of an engine, and its decode speeds."""
-
-    readings: dict[str, Reading] = field(default_factory=dict, kw_only=True)  # by kind of text; random weights: none
-    speeds: list[Speed] = field(default_factory=list, kw_only=True)
-
-    def rise(self, base: Measured) -> float:
-        return mean_rise((own, base.readings[kind]) for kind, own in self.readings.items())
-
-    @property
-    def kl(self) -> float:
-        """The mean over the texts, each with the same weight."""
-        return statistics.fmean(reading.mean_kl for reading in self.readings.values())
-
-    def as_dict(self, base: Measured) -> dict[str, Any]:
-        texts = {
-            kind: {
-                "tokens": len(own.logprobs),
-                "perplexity": round(own.perplexity, 4),
-                "rise": round(own.rise(base.readings[kind]), 6),
-                "kl": round(own.mean_kl, 8),
-            }
-            for kind, own in self.readings.items()
+def reading_fields(own: Readings, base: Readings) -> dict[str, Any]:
+    """Return what the JSON of a comparison says of one format's texts."""
+    texts = {
+        kind: {
+            "tokens": len(reading.logprobs),
+            "perplexity": round(reading.perplexity, 4),
+            "rise": round(reading.rise(base[kind]), 6),
+            "kl": round(reading.mean_kl, 8),
         }
-        together = {"rise": round(self.rise(base), 6), "kl": round(self.kl, 8)} if texts else None
-        return {"texts": texts, "all": together, "speed": [s.as_dict() for s in self.speeds]}
+        for kind, reading in own.items()
+    }
+    return {"texts": texts, "all": {"rise": round(rise_of_all(own, base), 6), "kl": round(kl_of_all(own), 8)}}
 
 
 # ---- perplexity, by the same path that serves requests
@@ -261,17 +249,6 @@ def memories(plans: Mapping[str, Plan], model: ModelConfig, fraction: float) -> 
     }
 
 
-@dataclass(slots=True)
-class KvFound(Measured):
-    """Everything measured about one format."""
-
-    memory: Memory
-
-    def as_dict(self, base: Measured) -> dict[str, Any]:
-        memory = {name: round(value, 4) for name, value in asdict(self.memory).items()}
-        return memory | Measured.as_dict(self, base)
-
-
 # ---- formats of weights
 #
 # The base is the checkpoint with every matrix as floats. Each format is those floats, quantised at load
@@ -321,22 +298,3 @@ def format_bytes(name: str, width: int, float_bytes: int) -> float:
     coded = QUANTISERS[name][0](torch.ones(1, width))
     parts = (coded.codes, coded.scale, coded.offset, coded.row_scale)
     return sum(part.nbytes for part in parts if part is not None) / width
-
-
-def kept_bytes(decoder: Decoder, model: ModelConfig) -> float:
-    """Bytes per weight of the layers' matrices as the engine keeps them."""
-    held = sum(matrix.nbytes for layer in decoder.layers for matrix in layer.matrices)
-    return held / sum(layer.held for layer in model_sizes(model).layers)
-
-
-@dataclass(slots=True)
-class WeightsFound(Measured):
-    """Everything measured about one format."""
-
-    bytes_per_weight: float
-    kept_bytes_per_weight: float | None = None  # in the engine that was timed; None: none was
-
-    def as_dict(self, base: Measured) -> dict[str, Any]:
-        kept = self.kept_bytes_per_weight
-        sizes = {"bytes_per_weight": round(self.bytes_per_weight, 4)}
-        return sizes | {"kept_bytes_per_weight": kept and round(kept, 4)} | Measured.as_dict(self, base)

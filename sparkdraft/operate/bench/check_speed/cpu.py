@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -143,16 +143,27 @@ def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
 def _fresh(prompt: str, spec: str) -> Metrics:
     """Return tok_s; start_ms, from the command to the first token; and steps_ms, which compares the time of 1000 plain
     steps with the default's start."""
-    report = generate(prompt, spec, FRESH_LEN)
+    report = _generate(prompt, spec)
     steps = 1000 * 1e3 / report["tok_s"] if spec == "off" else report["start_ms"]
     return {"tok_s": report["tok_s"], "start_ms": report["start_ms"], "steps_ms": steps}
 
 
-def generate(prompt: str, spec: str, max_tokens: int, engine: Sequence[str] = ("--device", "cpu")) -> dict[str, Any]:
-    """Run `sparkdraft generate --chat --json` for one prompt, greedy, and return its report. engine: flags. Compiled
-    Python modules are kept, as for a user: compiling them anew takes half a second of every start."""
-    flags = ("--prompt", prompt, "--spec", spec, "--max-tokens", str(max_tokens), "--temperature", "0", "--no-profile")
-    command = [*COMMAND, "generate", "--chat", "--json", *engine, *flags]
+def _generate(prompt: str, spec: str) -> dict[str, Any]:
+    """Run `sparkdraft generate --chat --json` for one prompt, greedy, and return its report. Compiled Python modules
+    are kept, as for a user: compiling them anew takes half a second of every start."""
+    flags = (
+        "--device",
+        "cpu",
+        "--prompt",
+        prompt,
+        "--spec",
+        spec,
+        "--max-tokens",
+        str(FRESH_LEN),
+        "--temperature",
+        "0",
+    )
+    command = [*COMMAND, "generate", "--chat", "--json", "--no-profile", *flags]
     keeping = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(command, capture_output=True, text=True, env=keeping)
     if done.returncode:
