@@ -1,4 +1,4 @@
-"""What every test may ask for: the embedded model's file, and a writer of tiny GGUF files.
+"""What every test may ask for: tiny checkpoints, the embedded model's file, and a writer of tiny GGUF files.
 
 Fetching goes through the package's own code into the cache that SPARKDRAFT_CACHE names, so the tests exercise what a
 user runs first; the writer is llama.cpp's own, so that reader and writer are never wrong together. Toy models and
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from sparkdraft.engine import profile
 from sparkdraft.weights import hub
+from tests.models.tiny import TinyOf, write_tiny
 
 LLAMA = {
     "context_length": 64,
@@ -62,6 +64,27 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real times of steps are not learnt, so whether a request drafts does not depend on how busy the machine is. An
     engine that learns no time drafts, until a test tells its controllers what steps cost."""
     monkeypatch.setattr("sparkdraft.engine.drafting.Drafting._measured", lambda *_, **__: None)
+
+
+@pytest.fixture(scope="session")
+def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> TinyOf:
+    """tiny_of(variant, **changes): the folder of a tiny random checkpoint, written once; no test changes it."""
+
+    @cache
+    def folder(variant: str, **changes: Any) -> Path:
+        return write_tiny(tmp_path_factory.mktemp(variant) / "tiny-model", variant, **changes)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_of: TinyOf) -> Path:
+    return tiny_of("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tiny_of: TinyOf) -> Path:
+    return tiny_of("qwen3")
 
 
 @pytest.fixture(scope="session")

@@ -169,11 +169,6 @@ def test_what_does_not_fit_is_refused_before_it_is_measured(
     assert re.search(words, err) and "measuring" not in err
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
-
-
 @pytest.mark.slow
 def test_the_demo_writes_the_same_text_twice(smollm2_path: Path) -> None:
     result = sparkdraft("demo", "--max-tokens", "24")

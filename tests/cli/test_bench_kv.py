@@ -45,15 +45,15 @@ from sparkdraft.plan.resolve import resolve
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.cli.said import said
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf
 
 TOY = uniform_config("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True, qk_norm=True)
 QUICK = ("--device", "cpu", "--dtype", "float32", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", shards="1GB", head_dim=64, num_hidden_layers=2)
+def tiny(tiny_of: TinyOf) -> Path:
+    return tiny_of("qwen3", head_dim=64, num_hidden_layers=2)
 
 
 def load(tiny: Path, fmt: Format) -> LLM:

@@ -19,14 +19,14 @@ from sparkdraft.operate.bench.formats import KINDS, FloatCheckpoint, format_byte
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.stored import as_float
 from tests.cli.said import said
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf
 
 QUICK = ("--device", "cpu", "--threads", "1", "--tokens", "40", "--max-model-len", "256")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", shards="1GB", head_dim=64, num_hidden_layers=2)
+def tiny(tiny_of: TinyOf) -> Path:
+    return tiny_of("qwen3", head_dim=64, num_hidden_layers=2)
 
 
 def test_bytes_per_weight_of_each_format() -> None:

@@ -10,16 +10,10 @@ import pytest
 
 from sparkdraft.cli.main import main
 from sparkdraft.engine.engine import Engine
-from tests.models.tiny import write_tiny
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("checked"), "llama")
-
-
-def test_a_sound_model_is_status_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--model", str(folder), "--device", "cpu", "--json", "--verbose"]) == 0
+def test_a_sound_model_is_status_0(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--model", str(tiny), "--device", "cpu", "--json", "--verbose"]) == 0
     out, err = capsys.readouterr()
     *table, count, report = out.splitlines()
     assert len(table) == 7 and "passed   sampler is honest" in table[1], out
@@ -29,13 +23,13 @@ def test_a_sound_model_is_status_0(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_model_with_a_fault_is_status_1(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = Engine._sample_rows
     monkeypatch.setattr(
         Engine, "_sample_rows", lambda engine, batch: [row._replace(grammar=None) for row in honest(engine, batch)]
     )
-    assert main(["check", "--model", str(folder), "--device", "cpu", "--json"]) == 1
+    assert main(["check", "--model", str(tiny), "--device", "cpu", "--json"]) == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["ok"] is False
     assert [finding["probe"] for finding in report["findings"] if finding["status"] == "failed"] == ["grammar holds"]

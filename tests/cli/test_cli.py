@@ -12,13 +12,7 @@ import pytest
 
 from sparkdraft.weights.hub import cached_path
 from tests.cli.said import in_process, said
-from tests.models.tiny import write_tiny
 from tests.patience import PATIENT
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
 
 
 def sparkdraft(*args: str | bytes, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:

@@ -26,7 +26,6 @@ from sparkdraft.operate.forecast import rates
 from sparkdraft.plan import hardware as plan_hardware
 from sparkdraft.util.this_machine import OtherPrograms, usable_cores
 from tests.drafters.tiny_mtp import write_target
-from tests.models.tiny import write_tiny
 from tests.patience import PATIENT
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,11 +38,6 @@ rates.SIZE["cpu"] = 16 << 20
 sys.exit(main(sys.argv[1:]))
 """
 MEMORY = "MemTotal: {total} kB\nMemFree: 100 kB\nMemAvailable: {available} kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("secret-place") / "tiny-model", "llama")
 
 
 @pytest.fixture(autouse=True)

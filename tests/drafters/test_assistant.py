@@ -24,15 +24,15 @@ from sparkdraft.models.registry import read_config
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.drafters.tiny_assistant import write_assistant
 from tests.drafters.watched_drafts import SOURCES, Watch, difference, expected
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf
 
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 17 * k)] for k in (0, 2, 3)]  # window 8, blocks of 16
 CLOSE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("target"), "gemma4")
+@pytest.fixture(scope="session")
+def target(tiny_of: TinyOf) -> Path:
+    return tiny_of("gemma4")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain-head", "ordered-head"])

@@ -16,7 +16,7 @@ from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import native
 from sparkdraft.llm import Completion
 from tests.drafters.tiny_assistant import write_assistant, write_fitted
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf
 
 LENGTH, OUTPUT = 40, 40
 PROMPTS = torch.randint(3, 259, (4, LENGTH), generator=torch.Generator().manual_seed(8)).tolist()
@@ -34,10 +34,10 @@ def no_steps_at_start() -> Any:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(tmp_path_factory: pytest.TempPathFactory, tiny_of: TinyOf) -> Pair:
     """A target, and an assistant that was fitted to what the target writes after the first two prompts."""
     root = tmp_path_factory.mktemp("pair")
-    target = write_tiny(root / "target", "gemma4")
+    target = tiny_of("gemma4")
     llm = load((target, root), "float32", drafter="none")
     written = texts(llm, greedy(0, 2))
     known = [prompt + ids for prompt, ids in zip(PROMPTS, written, strict=False)]

@@ -9,15 +9,9 @@ import pytest
 from tests.cli.said import in_process
 from tests.cli.test_cli import refused
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
-from tests.models.tiny import write_tiny
 
 OTHER = body(hidden_size=64)
 DEEP = zlab(body(), inner={"target_layer_ids": [0, 3]})
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
 
 
 @pytest.fixture(scope="module")

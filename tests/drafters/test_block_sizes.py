@@ -14,23 +14,19 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.speculation.depth import depth_choices
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
-from tests.models.tiny import write_tiny
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 PROMPTS = [[5, 6, 7, 8, 9, 10], [40, 41, 42]]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("target"), "qwen3")
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 @pytest.mark.parametrize("block", [2, 5, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (9, 10, 11))])
-def test_any_block_size_starts_and_writes_the_plain_text(block: int, device: str, target: Path, tmp_path: Path) -> None:
+def test_any_block_size_starts_and_writes_the_plain_text(
+    block: int, device: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
     folder = write_drafter(tmp_path / "drafter", zlab(body(), block), random_tensors(body()))
     options = {"device": device, "dtype": "float32", "threads": 1, "ngram": False, "max_seqs": 2}
-    llm = LLM(str(target), drafter=str(folder), **options)  # type: ignore[arg-type]
+    llm = LLM(str(tiny_qwen3), drafter=str(folder), **options)  # type: ignore[arg-type]
     engine, drafting = llm.engine, llm.engine.drafting
     if device == "cpu":  # where overlapped steps run eagerly, by the same code
         engine.overlap = OverlappedSteps(engine.runner, drafting.proposer, torch.device(device), drafting.choices)

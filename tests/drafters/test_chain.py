@@ -18,7 +18,7 @@ from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import native
 from sparkdraft.llm import Completion
 from tests.drafters.tiny_chain import KIND, MAX_DEPTH, TinyChain, write_chain
-from tests.models.tiny import oracle, write_tiny
+from tests.models.tiny import TinyOf, oracle
 
 LENGTH, OUTPUT = 40, 48
 PROMPTS = torch.randint(3, 259, (4, LENGTH), generator=torch.Generator().manual_seed(8)).tolist()
@@ -34,10 +34,10 @@ def chains_are_known() -> Any:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def pair(tmp_path_factory: pytest.TempPathFactory, tiny_of: TinyOf) -> tuple[Path, Path]:
     """A target, and a drafter that was fitted to what the target writes after the first three prompts."""
     root = tmp_path_factory.mktemp("pair")
-    target = write_tiny(root / "target", "qwen3", initializer_range=0.1)
+    target = tiny_of("qwen3", initializer_range=0.1)
     with torch.no_grad():
         prompts = torch.tensor(PROMPTS[:3])
         texts = oracle(target).generate(prompts, min_new_tokens=OUTPUT, max_new_tokens=OUTPUT, do_sample=False)

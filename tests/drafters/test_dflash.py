@@ -20,8 +20,8 @@ from sparkdraft.models.registry import read_config
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.drafters.tiny_drafter import DraftHarness, body, random_tensors, speculators, write_drafter, zlab
 from tests.models.harness import Harness
+from tests.models.tiny import TinyOf
 from tests.models.tiny import oracle as target_oracle
-from tests.models.tiny import write_tiny
 
 PLACES = [
     pytest.param(("reference", "cpu"), id="cpu"),
@@ -53,13 +53,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3-tied"])
-def target_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("target") / request.param, request.param)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("target") / "llama", "llama")
+def target_folder(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Path:
+    return tiny_of(request.param)
 
 
 @pytest.fixture(params=PLACES)
@@ -155,7 +150,7 @@ def test_a_draft_goes_on_where_the_text_did(
 # ---- vocabularies and tables of its own
 
 
-def test_a_draft_vocabulary_is_translated(llama: Path, tmp_path: Path) -> None:
+def test_a_draft_vocabulary_is_translated(tiny: Path, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(9)
     kept = torch.randperm(320, generator=generator)[:100].sort().values
     tensors = random_tensors(body()) | {
@@ -165,7 +160,7 @@ def test_a_draft_vocabulary_is_translated(llama: Path, tmp_path: Path) -> None:
         "t2d": torch.zeros(320, dtype=torch.bool).index_fill(0, kept, True),
     }
     folder = write_drafter(tmp_path / "d", speculators(body(), draft_vocab_size=100), tensors)
-    target = Harness(llama)
+    target = Harness(tiny)
     drafts = DraftHarness(target.model, folder)
     plain = DraftHarness(target.model, write_drafter(tmp_path / "p", zlab(body()), random_tensors(body())))
     aux_hidden = aux_hidden_of(target, ids(12))
@@ -180,8 +175,8 @@ def test_a_draft_vocabulary_is_translated(llama: Path, tmp_path: Path) -> None:
     assert torch.equal(drafts.drafter.ends.ids, kept) and plain.drafter.ends.ids is None
 
 
-def test_a_mask_row_of_its_own(llama: Path, tmp_path: Path) -> None:
-    target = Harness(llama)
+def test_a_mask_row_of_its_own(tiny: Path, tmp_path: Path) -> None:
+    target = Harness(tiny)
     row = torch.randn(96, generator=torch.Generator().manual_seed(3))
     tensors = random_tensors(body())
     own = DraftHarness(target.model, write_drafter(tmp_path / "own", zlab(body()), tensors | {"mask_embedding": row}))
@@ -200,17 +195,17 @@ def test_a_mask_row_of_its_own(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def packed(llama: Path, tmp_path: Path) -> tuple[Harness, DraftHarness, Path]:
+def packed(tiny: Path, tmp_path: Path) -> tuple[Harness, DraftHarness, Path]:
     if native.unavailable_reason():
         pytest.skip(str(native.unavailable_reason()))
     folder = write_drafter(tmp_path / "d", zlab(MIXED), random_tensors(MIXED))
-    target = Harness(llama, "native")
+    target = Harness(tiny, "native")
     return target, DraftHarness(target.model, folder, "native"), folder
 
 
-def test_packed_weights_draft_nearly_the_same(packed: tuple[Harness, DraftHarness, Path], llama: Path) -> None:
+def test_packed_weights_draft_nearly_the_same(packed: tuple[Harness, DraftHarness, Path], tiny: Path) -> None:
     target, drafts, folder = packed
-    dense = DraftHarness(Harness(llama).model, folder)
+    dense = DraftHarness(Harness(tiny).model, folder)
     aux_hidden = {"a": aux_hidden_of(target, ids(12), "a"), "b": aux_hidden_of(target, ids(30, 1), "b")}
     dense.observe(aux_hidden)
     drafts.observe(aux_hidden)
@@ -270,21 +265,19 @@ def test_observe_and_propose_are_recorded(packed: tuple[Harness, DraftHarness, P
         ({"lm_head.weight": torch.zeros(90, 96)}, "lm_head.weight has shape"),
     ],
 )
-def test_damaged_checkpoints_are_named(
-    damage: dict[str, Tensor | None], says: str, llama: Path, tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_are_named(damage: dict[str, Tensor | None], says: str, tiny: Path, tmp_path: Path) -> None:
     changed = random_tensors(body()) | {"d2t": torch.zeros(100, dtype=torch.int64)} | damage
     tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
     folder = write_drafter(tmp_path / "d", speculators(body(), draft_vocab_size=100), tensors)
     with pytest.raises(UserError, match=says):
-        DraftHarness(Harness(llama).model, folder)
+        DraftHarness(Harness(tiny).model, folder)
 
 
-def test_a_mask_embedding_in_a_pickle_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_a_mask_embedding_in_a_pickle_is_refused(tiny: Path, tmp_path: Path) -> None:
     folder = write_drafter(tmp_path / "d", zlab(body()), random_tensors(body()))
     (folder / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(UserError, match="mask_embedding"):
-        DraftHarness(Harness(llama).model, folder)
+        DraftHarness(Harness(tiny).model, folder)
 
 
 # ---- the drafter that travels with the package
@@ -312,8 +305,8 @@ def test_the_embedded_drafter_knows_its_model(smollm2_path: Path) -> None:
     assert sum(hits) >= 42, f"{sum(hits)} of {len(hits)}"
 
 
-def test_tables_of_its_own_are_in_the_plan(llama: Path, tmp_path: Path) -> None:
-    target = read_config(open_checkpoint(str(llama)).config)
+def test_tables_of_its_own_are_in_the_plan(tiny: Path, tmp_path: Path) -> None:
+    target = read_config(open_checkpoint(str(tiny)).config)
     bare, table = random_tensors(body()), torch.zeros(320, 96)
     few = {"lm_head.weight": table[:100].clone(), "d2t": torch.arange(100), "verifier_lm_head.weight": table.clone()}
     cases = {

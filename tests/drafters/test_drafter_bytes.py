@@ -33,7 +33,7 @@ from sparkdraft.weights.quant.stored import Coded
 from tests.drafters.tiny_assistant import write_assistant
 from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 from tests.drafters.tiny_mtp import write_target
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf
 from tests.patience import wait_for
 
 GPU = Hardware("cuda", "a GPU", 8, 8 << 30, (9, 0))
@@ -44,14 +44,14 @@ Files = dict[str, tuple[Path, str]]  # kind -> target, and drafter as the user n
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_of: TinyOf) -> Files:
     root = tmp_path_factory.mktemp("bytes")
-    llama = write_tiny(root / "llama", "llama")
+    llama = tiny_of("llama")
     drafter = write_drafter(root / "dflash", zlab(body()), random_tensors(body()))
     hybrid, _ = write_target(root, "qwen3_5")
-    gemma = write_tiny(root / "gemma4", "gemma4")
+    gemma = tiny_of("gemma4")
     assistant = write_assistant(root / "assistant")
-    tied = write_tiny(root / "tied", "qwen3-tied")
+    tied = tiny_of("qwen3-tied")
     return {
         "tied": (tied, str(drafter)),
         "dflash": (llama, str(drafter)),

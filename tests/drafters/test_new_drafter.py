@@ -39,7 +39,6 @@ from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.config import FINAL, ModelConfig
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
-from tests.models.tiny import write_tiny
 
 MAX_DEPTH, LENGTH = 3, 24
 PROMPTS = [[5, 9, 17, 33, 5, 9, 17], [40, 41, 42, 43]]
@@ -124,13 +123,8 @@ def registered() -> Iterator[None]:
     del REGISTERED[KIND.name]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("target"), "qwen3")
-
-
-def load(target: Path, **options: Any) -> LLM:
-    return LLM(str(target), dtype="float32", ngram=False, threads=1, max_seqs=2, **options)
+def load(tiny_qwen3: Path, **options: Any) -> LLM:
+    return LLM(str(tiny_qwen3), dtype="float32", ngram=False, threads=1, max_seqs=2, **options)
 
 
 def write_bigrams(folder: Path, vocab_size: int, texts: list[list[int]]) -> Path:
@@ -144,15 +138,15 @@ def write_bigrams(folder: Path, vocab_size: int, texts: list[list[int]]) -> Path
     return folder
 
 
-def test_it_drafts_by_name_from_a_folder(target: Path, tmp_path: Path) -> None:
+def test_it_drafts_by_name_from_a_folder(tiny_qwen3: Path, tmp_path: Path) -> None:
     params = SamplingParams(LENGTH, ignore_eos=True)
-    plain = load(target, drafter="none")
+    plain = load(tiny_qwen3, drafter="none")
     expected = [result.completions[0].ids for result in plain.generate(PROMPTS, params)]
     texts = [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)]
     vocab_size = plain.model_config.vocab_size
-    llm = load(target, drafter=str(write_bigrams(tmp_path / "bigram", vocab_size, texts)), spec=str(MAX_DEPTH))
+    llm = load(tiny_qwen3, drafter=str(write_bigrams(tmp_path / "bigram", vocab_size, texts)), spec=str(MAX_DEPTH))
     assert [result.completions[0].ids for result in llm.generate(PROMPTS, params)] == expected
     drafted, accepted = llm.engine.drafting.so_far().sources["bigram"]
     assert 0 < accepted < drafted
     with pytest.raises(UserError, match="does not fit the model: it has 7 ids"):
-        load(target, drafter=str(write_bigrams(tmp_path / "small", 7, [])))
+        load(tiny_qwen3, drafter=str(write_bigrams(tmp_path / "small", 7, [])))

@@ -20,7 +20,7 @@ from sparkdraft.models.registry import read_config
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.fakes.hub import FakeHub
 from tests.fakes.web import serving
-from tests.models.tiny import SHAPE, write_tiny
+from tests.models.tiny import SHAPE
 
 DRAFTER = "z-lab/Tiny-DFlash"
 
@@ -113,11 +113,6 @@ def test_pairs_that_do_not_fit_are_refused_before_anything_is_fetched() -> None:
 # ---- a tiny model and its drafter, in the hub's cache
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / "tiny-model", "qwen3")
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of the hub, and a table in which the tiny model has a drafter."""
@@ -140,9 +135,9 @@ def put(cache: Path, repo: str, dimensions: dict[str, object]) -> Path:
     return write_drafter(home / "snapshots" / "abc123", zlab(dimensions), random_tensors(dimensions))
 
 
-def test_a_drafter_in_the_cache_is_used_and_said(tiny: Path, cache: Path) -> None:
+def test_a_drafter_in_the_cache_is_used_and_said(tiny_qwen3: Path, cache: Path) -> None:
     put(cache, DRAFTER, body("ff"))
-    llm = LLM(str(tiny), dtype="float32", ngram=False)
+    llm = LLM(str(tiny_qwen3), dtype="float32", ngram=False)
     assert llm.engine.drafting.proposer
     (said,) = [f for f in llm.fallbacks() if "drafting with" in f.name]
     assert said.name == f"drafting with {DRAFTER}" and "3.5 tokens per step (a test's figure)" in said.reason
@@ -151,15 +146,17 @@ def test_a_drafter_in_the_cache_is_used_and_said(tiny: Path, cache: Path) -> Non
     assert fact.value.startswith("cut where their own confidence")
     prompt, params = [5, 6, 7, 8], SamplingParams(max_tokens=24, ignore_eos=True)
     drafted = llm.generate([prompt], replace(params, num_draft=3))[0]
-    plain = LLM(str(tiny), dtype="float32", ngram=False, drafter="none")
+    plain = LLM(str(tiny_qwen3), dtype="float32", ngram=False, drafter="none")
     assert not plain.fallbacks() and not plain.engine.drafting.proposer
     assert all(fact.name != "blocks of drafts" for fact in plain.facts())
     assert drafted.completions[0].ids == plain.generate([prompt], params)[0].completions[0].ids
     assert drafted.completions[0].speculation and drafted.completions[0].speculation["num_spec_steps"] > 0
 
 
-def test_a_plan_counts_the_drafter_that_would_run(tiny: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "--machine", "cpu", "--model", str(tiny), "--context", "64", "--json"]
+def test_a_plan_counts_the_drafter_that_would_run(
+    tiny_qwen3: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--machine", "cpu", "--model", str(tiny_qwen3), "--context", "64", "--json"]
     assert main(command) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1])["drafter"] is None and f"`sparkdraft pull {DRAFTER}`" in printed.err
@@ -173,16 +170,16 @@ def test_a_plan_counts_the_drafter_that_would_run(tiny: Path, cache: Path, capsy
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["drafter"] is None
 
 
-def test_a_drafter_that_is_not_there_is_named(tiny: Path, cache: Path) -> None:
-    found = choose(str(tiny), read_config(json.loads((tiny / "config.json").read_text())))
+def test_a_drafter_that_is_not_there_is_named(tiny_qwen3: Path, cache: Path) -> None:
+    found = choose(str(tiny_qwen3), read_config(json.loads((tiny_qwen3 / "config.json").read_text())))
     (told,) = found.fallbacks
     assert found.drafter is None and told.name == "no drafter"
     assert f"`sparkdraft pull {DRAFTER}` fetches" in told.reason and "0.01 GiB" in told.reason
 
 
-def test_a_drafter_that_does_not_fit_is_passed_over(tiny: Path, cache: Path) -> None:
+def test_a_drafter_that_does_not_fit_is_passed_over(tiny_qwen3: Path, cache: Path) -> None:
     put(cache, DRAFTER, body("ff", hidden_size=64, num_attention_heads=4))
-    found = choose(str(tiny), read_config(json.loads((tiny / "config.json").read_text())))
+    found = choose(str(tiny_qwen3), read_config(json.loads((tiny_qwen3 / "config.json").read_text())))
     assert found.drafter is None and "passed over" in found.fallbacks[0].name and "hidden" in found.fallbacks[0].reason
 
 
@@ -194,11 +191,11 @@ def test_models_lists_pairs(cache: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "trained without thinking" in out
 
 
-def test_pull_fetches_both(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pull_fetches_both(tiny_qwen3: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = write_drafter(tmp_path / "made", zlab(body("ff")), random_tensors(body("ff")))
     repos = {
         name: {path.name: path.read_bytes() for path in files.iterdir() if path.is_file()}
-        for name, files in (("someone/Tiny-Model", tiny), (DRAFTER, folder))
+        for name, files in (("someone/Tiny-Model", tiny_qwen3), (DRAFTER, folder))
     }
     with serving(FakeHub(repos).app()) as url:
         monkeypatch.setattr(hf, "ENDPOINT", url)
@@ -208,9 +205,9 @@ def test_pull_fetches_both(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPa
     assert llm.engine.drafting.proposer and [f.name for f in llm.fallbacks()] == [f"drafting with {DRAFTER}"]
 
 
-def test_pull_says_where_no_drafter_is_known(cache: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_says_where_no_drafter_is_known(cache: Path, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "targets", tuple)
-    config_json = {"config.json": (tiny / "config.json").read_bytes(), "model.safetensors": b"x" * 2000}
+    config_json = {"config.json": (tiny_qwen3 / "config.json").read_bytes(), "model.safetensors": b"x" * 2000}
     web = FakeHub({"someone/odd": config_json})
     with serving(web.app()) as url:
         monkeypatch.setattr(hf, "ENDPOINT", url)

@@ -18,7 +18,6 @@ from sparkdraft.drafters.base import SeenContext
 from sparkdraft.drafters.dflash import DFlash, DFlashConfig
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.engine.test_overlap import with_overlap
-from tests.models.tiny import write_tiny
 
 SIZE, FIRST, LAST, PROMPT = 16, 5, 40, 180
 KEYS = {"draft_sink_size": FIRST, "draft_window_size": LAST}
@@ -26,10 +25,10 @@ PROMPTS = torch.randint(3, 259, (2, PROMPT), generator=torch.Generator().manual_
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3: Path) -> tuple[str, str]:
     root = tmp_path_factory.mktemp("pair")
     drafter = write_drafter(root / "drafter", zlab(body(), inner=KEYS), random_tensors(body()))
-    return str(write_tiny(root / "target", "qwen3")), str(drafter)
+    return str(tiny_qwen3), str(drafter)
 
 
 def make(folders: tuple[str, str], **options: Any) -> LLM:

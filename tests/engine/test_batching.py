@@ -10,7 +10,6 @@ import torch
 
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM
-from tests.models.tiny import write_tiny
 
 FORMS = [
     pytest.param({"dtype": "float32"}, id="float32", marks=pytest.mark.slow),
@@ -25,11 +24,6 @@ def options(request: pytest.FixtureRequest) -> dict[str, str]:
     if request.param.get("device") == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     return request.param
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3")
 
 
 def jobs() -> dict[str, tuple[list[int], SamplingParams]]:
@@ -48,9 +42,9 @@ def jobs() -> dict[str, tuple[list[int], SamplingParams]]:
     return made
 
 
-def test_each_request_writes_what_it_writes_alone(folder: Path, options: dict[str, str]) -> None:
-    crowd = LLM(str(folder), max_seqs=8, max_step_tokens=48, kv_tokens=320, **options).engine
-    alone = LLM(str(folder), max_seqs=1, max_step_tokens=512, prefix_cache=False, **options)
+def test_each_request_writes_what_it_writes_alone(tiny_qwen3: Path, options: dict[str, str]) -> None:
+    crowd = LLM(str(tiny_qwen3), max_seqs=8, max_step_tokens=48, kv_tokens=320, **options).engine
+    alone = LLM(str(tiny_qwen3), max_seqs=1, max_step_tokens=512, prefix_cache=False, **options)
     rng, waiting, out, aborted = random.Random(4), list(jobs()), {}, set()
     free, num_preempted = crowd.pool.num_free, 0
     schedule = crowd.scheduler.schedule
@@ -79,9 +73,9 @@ def test_each_request_writes_what_it_writes_alone(folder: Path, options: dict[st
         assert got == (expected[: len(got)] if name in aborted else expected), name
 
 
-def test_prefix_cache_spares_the_shared_prompt_and_changes_nothing(folder: Path, options: dict[str, str]) -> None:
-    llm = LLM(str(folder), max_model_len=512, **options)
-    cold = LLM(str(folder), max_model_len=512, prefix_cache=False, **options)
+def test_prefix_cache_spares_the_shared_prompt_and_changes_nothing(tiny_qwen3: Path, options: dict[str, str]) -> None:
+    llm = LLM(str(tiny_qwen3), max_model_len=512, **options)
+    cold = LLM(str(tiny_qwen3), max_model_len=512, prefix_cache=False, **options)
     rng = random.Random(6)
     shared = [rng.randrange(3, 259) for _ in range(480)]
     params = SamplingParams(max_tokens=16)
@@ -93,11 +87,13 @@ def test_prefix_cache_spares_the_shared_prompt_and_changes_nothing(folder: Path,
     assert second.completions[0].ids == plain.completions[0].ids
 
 
-def test_prompt_logprobs_in_chunks_equal_those_in_one_piece(folder: Path, options: dict[str, str]) -> None:
+def test_prompt_logprobs_in_chunks_equal_those_in_one_piece(tiny_qwen3: Path, options: dict[str, str]) -> None:
     prompt = [random.Random(7).randrange(3, 259) for _ in range(300)]
     params = SamplingParams(max_tokens=2, prompt_logprobs=2)
-    whole = LLM(str(folder), max_step_tokens=512, **options).generate([prompt], params)[0].completions[0]
-    pieces = LLM(str(folder), max_step_tokens=70, max_seqs=4, **options).generate([prompt], params)[0].completions[0]
+    whole = LLM(str(tiny_qwen3), max_step_tokens=512, **options).generate([prompt], params)[0].completions[0]
+    pieces = (
+        LLM(str(tiny_qwen3), max_step_tokens=70, max_seqs=4, **options).generate([prompt], params)[0].completions[0]
+    )
     assert whole.prompt_logprobs is not None and pieces.prompt_logprobs is not None
     assert len(whole.prompt_logprobs) == 300 and whole.prompt_logprobs[0] is None
     for a, b, token in zip(whole.prompt_logprobs[1:], pieces.prompt_logprobs[1:], prompt[1:], strict=True):
@@ -105,16 +101,16 @@ def test_prompt_logprobs_in_chunks_equal_those_in_one_piece(folder: Path, option
         assert a.id == token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-def test_prompt_logprobs_of_one_id_are_none(folder: Path, options: dict[str, str]) -> None:
+def test_prompt_logprobs_of_one_id_are_none(tiny_qwen3: Path, options: dict[str, str]) -> None:
     """Such a step is replayed, so it leaves no hidden states to make them of."""
-    llm = LLM(str(folder), kv_tokens=1024, spec="off", **options)
+    llm = LLM(str(tiny_qwen3), kv_tokens=1024, spec="off", **options)
     llm.engine.runner._residual = None  # as after a start in which every prompt was replayed
     text = llm.generate([[5]], SamplingParams(max_tokens=2, prompt_logprobs=0))[0].completions[0]
     assert text.prompt_logprobs == [None]
 
 
-def test_stream_and_generate_agree_and_leaving_a_stream_aborts(folder: Path, options: dict[str, str]) -> None:
-    llm = LLM(str(folder), **options)
+def test_stream_and_generate_agree_and_leaving_a_stream_aborts(tiny_qwen3: Path, options: dict[str, str]) -> None:
+    llm = LLM(str(tiny_qwen3), **options)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     pieces = list(llm.stream([5, 6, 7], params))
     (result,) = llm.generate([[5, 6, 7]], params)

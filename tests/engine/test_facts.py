@@ -15,11 +15,6 @@ from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zla
 from tests.models.tiny import write_tiny
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
-
-
 def facts(tiny: Path, **options: object) -> dict[str, Fact]:
     return {fact.name: fact for fact in LLM(str(tiny), device="cpu", **options).facts()}
 

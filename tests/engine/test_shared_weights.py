@@ -17,14 +17,8 @@ from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import model_bytes, resolve
 from tests.drafters.tiny_mtp import write_target
-from tests.models.tiny import write_tiny
 
 GPU = Hardware("cuda", "a GPU", 8, 8 << 30, (9, 0))
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("shared"), "llama")
 
 
 def test_a_model_that_fits_once_runs_in_several_engines(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import UserError
 from sparkdraft.kernels import native
 from sparkdraft.plan.memory import rope_bytes
-from tests.models.tiny import oracle_logits, write_tiny
+from tests.models.tiny import TinyOf, oracle_logits
 
 VARIANTS = ["qwen3_moe", "gpt_oss", "gemma4", "gemma4-experts"]
 SEEDS = range(16)
@@ -30,8 +30,8 @@ DTYPES = [pytest.param("float32", marks=pytest.mark.slow), "auto"]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), request.param)
+def folder(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Path:
+    return tiny_of(request.param)
 
 
 def load(folder: Path, **options: Any) -> LLM:

@@ -12,7 +12,7 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.drafters.dflash import DFlash
 from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf
 
 VARIANTS = ["qwen3_moe", "gpt_oss", "gemma4", "gemma4-experts"]
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 11 * k)] for k in range(4)]
@@ -20,8 +20,8 @@ PARAMS = [SamplingParams(20, temperature=0.8 * (k % 2), seed=k, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), request.param)
+def folder(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Path:
+    return tiny_of(request.param)
 
 
 def write(path: Path, target: Path, dialect: str) -> Path:

@@ -19,22 +19,10 @@ from sparkdraft.models.common.experts import Experts
 from sparkdraft.models.common.layers import AttentionSpec, LayerSpec, RecurrentSpec
 from sparkdraft.models.common.sandwich import DenseAndExperts, SandwichLayer
 from tests.models.harness import Harness
-from tests.models.tiny import oracle_logits, write_tiny
+from tests.models.tiny import TinyOf, oracle_logits, write_tiny
 
 PROMPT = [(17 * i * i + 5 * i) % 250 + 3 for i in range(40)]
 SEEN = 1e-3  # what a mistake moves some logit by, at least; the oracles tolerate a tenth of that
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def folder(variant: str) -> Path:
-        if variant not in made:
-            made[variant] = write_tiny(tmp_path_factory.mktemp("tiny") / variant, variant)
-        return made[variant]
-
-    return folder
 
 
 # ---- mistakes in reading a config
@@ -102,9 +90,9 @@ CONFIGS: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
 
 @pytest.mark.parametrize(("name", "variant", "change"), CONFIGS, ids=[f"{v}: {n}" for n, v, _ in CONFIGS])
 def test_a_config_that_is_read_wrongly(
-    name: str, variant: str, change: Callable[[ModelConfig], ModelConfig], folders: Callable[[str], Path]
+    name: str, variant: str, change: Callable[[ModelConfig], ModelConfig], tiny_of: TinyOf
 ) -> None:
-    moved(Harness(folders(variant), change=change), folders(variant))
+    moved(Harness(tiny_of(variant), change=change), tiny_of(variant))
 
 
 def moved(harness: Harness, folder: Path) -> None:
@@ -235,15 +223,15 @@ MODELS: list[tuple[str, str, Callable[[Decoder], None]]] = [
 @pytest.mark.parametrize(("name", "variant", "change"), MODELS, ids=[f"{v}: {n}" for n, v, _ in MODELS])
 @torch.inference_mode()
 def test_weights_in_the_wrong_place(
-    name: str, variant: str, change: Callable[[Decoder], None], folders: Callable[[str], Path]
+    name: str, variant: str, change: Callable[[Decoder], None], tiny_of: TinyOf
 ) -> None:
-    harness = Harness(folders(variant))
+    harness = Harness(tiny_of(variant))
     change(harness.model)
-    moved(harness, folders(variant))
+    moved(harness, tiny_of(variant))
 
 
-def test_values_of_rotated_keys(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, right = folders("gemma4"), reference.make_qkv
+def test_values_of_rotated_keys(tiny_of: TinyOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, right = tiny_of("gemma4"), reference.make_qkv
     expected, _ = Harness(folder).run({"a": PROMPT})
 
     def rotated(qkv: torch.Tensor, args: RopeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,14 +21,14 @@ from sparkdraft.models.common.experts import SharedExperts
 from sparkdraft.models.common.layers import RecurrentSpec
 from tests.models.harness import Harness
 from tests.models.test_oracle_sees import ends, in_mlp, in_rope, moved
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf
 
 VARIANTS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {variant: write_tiny(tmp_path_factory.mktemp("tiny") / variant, variant) for variant in VARIANTS}
+def folders(tiny_of: TinyOf) -> dict[str, Path]:
+    return {variant: tiny_of(variant) for variant in VARIANTS}
 
 
 CONFIGS: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [

@@ -9,7 +9,7 @@ import torch
 
 from sparkdraft.kernels import native
 from tests.models.harness import Harness
-from tests.models.tiny import VARIANTS, oracle, oracle_logits, write_tiny
+from tests.models.tiny import VARIANTS, TinyOf, oracle, oracle_logits, write_tiny
 
 PLACES = [
     pytest.param(("reference", "cpu"), id="cpu"),
@@ -23,8 +23,8 @@ def ids(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / request.param, request.param)
+def folder(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Path:
+    return tiny_of(request.param)
 
 
 @pytest.fixture(params=PLACES)

@@ -24,7 +24,7 @@ from tests.models.recurrent import (
     states_of,
     texts,
 )
-from tests.models.tiny import oracle_logits, write_tiny
+from tests.models.tiny import TinyOf, oracle_logits, write_tiny
 
 SEEDS = range(16)
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 2 * k)] for k in SEEDS]
@@ -34,8 +34,8 @@ LONG, GREEDY = PROMPT[::-1][:65], SamplingParams(40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), request.param)
+def folder(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Path:
+    return tiny_of(request.param)
 
 
 @pytest.fixture(scope="module")

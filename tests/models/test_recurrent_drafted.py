@@ -16,16 +16,16 @@ from sparkdraft.drafters.base import REGISTERED
 from tests.drafters.tiny_chain import KIND, MAX_DEPTH, write_chain
 from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 from tests.models.recurrent import Texts, all_is_free, complete, load, overlapping, scripted, slots_of, texts
-from tests.models.tiny import oracle, write_tiny
+from tests.models.tiny import TinyOf, oracle, write_tiny
 
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(7 + 13 * k)] for k in range(4)]
 PARAMS = [SamplingParams(24, temperature=0.8 * (k % 2), seed=k, ignore_eos=True) for k in range(4)]
 GREEDY = SamplingParams(24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next")
+@pytest.fixture(scope="session")
+def folder(tiny_of: TinyOf) -> Path:
+    return tiny_of("qwen3_next")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,9 @@ NESTED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 EARLY = ("Llama", "Qwen3")  # shaken as they always were: other tests know their texts
+
+
+TinyOf = Callable[..., Path]  # the fixture tiny_of: write_tiny without a folder, once per checkpoint
 
 
 def write_tiny(folder: Path, variant: str, shards: str = "40KB", **changes: Any) -> Path:

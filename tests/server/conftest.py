@@ -214,7 +214,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_folder: Path) -> Iterator[Live]:
+def tiny_server(tiny_folder: Path) -> Iterator[Live]:
     engine = EngineConfig(model=str(tiny_folder), device="cpu")
     with live(EngineClient(engine), engine=engine, served_name="tiny") as running:
         yield running

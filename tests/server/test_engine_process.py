@@ -45,26 +45,21 @@ LOADS_FOR_EVER = (sys.executable, "-c", LOADING)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / "llama", "llama")
-
-
-@pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as shared:
         yield shared
 
 
 @pytest.fixture(scope="module")
-def client(runner: asyncio.Runner, folder: Path) -> Iterator[EngineClient]:
+def client(runner: asyncio.Runner, tiny: Path) -> Iterator[EngineClient]:
     """One engine for all tests that leave it alive."""
-    shared = runner.run(started(folder))
+    shared = runner.run(started(tiny))
     yield shared
     runner.run(shared.stop())
 
 
-async def started(folder: Path, restart: RestartPolicy = QUICK) -> EngineClient:
-    client = EngineClient(OPTIONS | {"model": str(folder)}, restart)
+async def started(tiny: Path, restart: RestartPolicy = QUICK) -> EngineClient:
+    client = EngineClient(OPTIONS | {"model": str(tiny)}, restart)
     assert client.state == "starting"
     await client.start()
     await until(lambda: client.state == "ready")
@@ -125,11 +120,11 @@ def near(some: Sequence[TokenLogprob | None], others: Sequence[TokenLogprob | No
     return same and all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
 
 
-def test_the_same_text_as_in_process(runner: asyncio.Runner, client: EngineClient, folder: Path) -> None:
+def test_the_same_text_as_in_process(runner: asyncio.Runner, client: EngineClient, tiny: Path) -> None:
     from sparkdraft.llm import LLM
 
     params = SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=1, n=2, stop=["zzzz"])
-    llm = LLM(str(folder), **OPTIONS)
+    llm = LLM(str(tiny), **OPTIONS)
     expected = llm.generate([PROMPT], params)[0].completions
     events = runner.run(collect(client.submit("same", PROMPT, params)))
     for index, completion in enumerate(expected):
@@ -142,11 +137,11 @@ def test_the_same_text_as_in_process(runner: asyncio.Runner, client: EngineClien
         assert own[-1].num_prompt == len(PROMPT)
 
 
-def test_info_and_status(runner: asyncio.Runner, client: EngineClient, folder: Path) -> None:
+def test_info_and_status(runner: asyncio.Runner, client: EngineClient, tiny: Path) -> None:
     from tokenizers import Tokenizer
 
     info = client.info
-    assert info is not None and info.model == str(folder) and info.model_type == "llama"
+    assert info is not None and info.model == str(tiny) and info.model_type == "llama"
     assert (info.vocab_size, info.max_model_len, info.eos_ids, info.drafter) == (320, 512, [2], None)
     assert Tokenizer.from_str(info.tokenizer).encode("ab").ids
     assert info.plan_facts["dtype"] == "float32" and info.plan_facts["kv_tokens"] == 4096
@@ -343,9 +338,9 @@ def test_a_server_that_does_not_read_loses_nothing(runner: asyncio.Runner, clien
 
 
 @pytest.mark.slow
-def test_killed_under_load(folder: Path) -> None:
+def test_killed_under_load(tiny: Path) -> None:
     async def scenario() -> None:
-        client = await started(folder)
+        client = await started(tiny)
         first = client.pid
         assert first is not None
         with held(client):
@@ -389,9 +384,9 @@ def test_how_long_to_wait_for_a_start_is_what_the_last_one_took(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_preemptions_are_counted(folder: Path) -> None:
+def test_preemptions_are_counted(tiny: Path) -> None:
     async def scenario() -> None:
-        client = EngineClient(OPTIONS | {"model": str(folder), "kv_tokens": 640}, QUICK)
+        client = EngineClient(OPTIONS | {"model": str(tiny), "kv_tokens": 640}, QUICK)
         await client.start()
         await until(lambda: client.state == "ready")
         client.count_anew()
@@ -463,9 +458,9 @@ def test_a_process_that_can_not_be_started_leaves_no_socket_open(
 # ---- the end
 
 
-def test_drain(folder: Path) -> None:
+def test_drain(tiny: Path) -> None:
     async def scenario() -> None:
-        client = await started(folder)
+        client = await started(tiny)
         with held(client):
             running = asyncio.create_task(collect(client.submit("running", PROMPT, LONG)))
             await asyncio.sleep(0.02)
@@ -481,9 +476,9 @@ def test_drain(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_drain_has_a_limit_and_ctrl_c_is_the_servers(folder: Path) -> None:
+def test_a_drain_has_a_limit_and_ctrl_c_is_the_servers(tiny: Path) -> None:
     async def scenario() -> None:
-        client = await started(folder)
+        client = await started(tiny)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGINT)
         with held(client):
@@ -528,8 +523,8 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("stage", ["opening", "ready"])
-def test_no_orphan(folder: Path, stage: str) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder), stage], stdout=subprocess.PIPE, text=True)
+def test_no_orphan(tiny: Path, stage: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tiny), stage], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     assert alive(child)

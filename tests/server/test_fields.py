@@ -170,10 +170,10 @@ def test_minus_one_is_no_limit_on_an_answer(field: str) -> None:
         assert client.seen[-1].max_tokens >= 490
 
 
-def test_a_prompt_is_scored(tiny: Live) -> None:
+def test_a_prompt_is_scored(tiny_server: Live) -> None:
     asked: dict[str, Any] = {"prompt": ["hello", "abc"], "echo": True, "logprobs": 2}
-    scored = tiny.post(COMPLETIONS, **asked, max_tokens=0).json()
-    written = tiny.post(COMPLETIONS, **asked, max_tokens=1, temperature=0).json()
+    scored = tiny_server.post(COMPLETIONS, **asked, max_tokens=0).json()
+    written = tiny_server.post(COMPLETIONS, **asked, max_tokens=1, temperature=0).json()
     for choice, other in zip(scored["choices"], written["choices"], strict=True):
         size = len(choice["logprobs"]["tokens"])
         assert choice["finish_reason"] == "length" and size == len(other["logprobs"]["tokens"]) - 1
@@ -183,21 +183,21 @@ def test_a_prompt_is_scored(tiny: Live) -> None:
         )
     assert [choice["text"] for choice in scored["choices"]] == ["hello", "abc"]
     assert scored["usage"]["completion_tokens"] == 0 and scored["usage"]["prompt_tokens"] > 0
-    streamed = tiny.events(COMPLETIONS, prompt="hello", echo=True, max_tokens=0)
+    streamed = tiny_server.events(COMPLETIONS, prompt="hello", echo=True, max_tokens=0)
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "hello"
     assert streamed[-1]["choices"][0]["finish_reason"] == "length"
-    wrong = tiny.post(COMPLETIONS, prompt="hello", max_tokens=0)
+    wrong = tiny_server.post(COMPLETIONS, prompt="hello", max_tokens=0)
     assert "set echo to true" in error_of(wrong, "max_tokens")
 
 
 # ---- log-probabilities of prompts
 
 
-def test_log_probabilities_of_a_prompt(tiny: Live) -> None:
+def test_log_probabilities_of_a_prompt(tiny_server: Live) -> None:
     body: dict[str, Any] = {"prompt": "hello", "max_tokens": 1, "temperature": 0}
-    echoed = tiny.post(COMPLETIONS, **body, echo=True, logprobs=0, prompt_logprobs=3).json()["choices"][0]
+    echoed = tiny_server.post(COMPLETIONS, **body, echo=True, logprobs=0, prompt_logprobs=3).json()["choices"][0]
     rows = echoed["prompt_logprobs"]
-    ids = tiny.post("/tokenize", prompt="hello").json()["tokens"]
+    ids = tiny_server.post("/tokenize", prompt="hello").json()["tokens"]
     assert len(rows) == len(ids) and rows[0] is None
     for token, row, logprob in zip(ids[1:], rows[1:], echoed["logprobs"]["token_logprobs"][1:], strict=False):
         assert row[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-5) and 3 <= len(row) <= 4
@@ -205,12 +205,14 @@ def test_log_probabilities_of_a_prompt(tiny: Live) -> None:
         assert [entry["rank"] for entry in best] == [1, 2, 3]
         assert best == sorted(best, key=lambda entry: -entry["logprob"])
     assert all(len(top) == 1 for top in echoed["logprobs"]["top_logprobs"][1 : len(ids)]), "logprobs asked for none"
-    chat = tiny.chat("hello", max_tokens=1, prompt_logprobs=0).json()
+    chat = tiny_server.chat("hello", max_tokens=1, prompt_logprobs=0).json()
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     assert all(len(row) == 1 for row in chat["prompt_logprobs"][1:])
-    assert "prompt_logprobs" not in tiny.chat("hello", max_tokens=1).json()
-    error_of(tiny.chat("hello", prompt_logprobs=21), "prompt_logprobs")
-    assert "cannot be streamed" in error_of(tiny.chat("hello", prompt_logprobs=1, stream=True), "prompt_logprobs")
+    assert "prompt_logprobs" not in tiny_server.chat("hello", max_tokens=1).json()
+    error_of(tiny_server.chat("hello", prompt_logprobs=21), "prompt_logprobs")
+    assert "cannot be streamed" in error_of(
+        tiny_server.chat("hello", prompt_logprobs=1, stream=True), "prompt_logprobs"
+    )
 
 
 # ---- functions, the older form of tools

@@ -175,37 +175,37 @@ BODIES = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_case_of_the_document_breaks_the_engine(tiny: Live, path: str) -> None:
+def test_no_case_of_the_document_breaks_the_engine(tiny_server: Live, path: str) -> None:
     operation, modes = schemathesis.openapi.from_dict(DOCUMENT)[path]["POST"], schemathesis.GenerationMode
 
     @given(case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in (modes.POSITIVE, modes.NEGATIVE)]))
     @SOME
     def run(case: Any) -> None:
         if isinstance(case.body, dict | list | str | int | float | None):
-            send(tiny, path, case.body)
+            send(tiny_server, path, case.body)
 
-    with unharmed(tiny):
+    with unharmed(tiny_server):
         run()
 
 
 @pytest.mark.parametrize(("path", "bodies"), BODIES)
-def test_no_grammar_and_no_sampling_breaks_the_engine(tiny: Live, path: str, bodies: Any) -> None:
+def test_no_grammar_and_no_sampling_breaks_the_engine(tiny_server: Live, path: str, bodies: Any) -> None:
     @given(body=bodies, wrong=WRONG)
     @CALM
     def run(body: Any, wrong: Any) -> None:
-        send(tiny, path, body | wrong)
+        send(tiny_server, path, body | wrong)
 
-    with unharmed(tiny):
+    with unharmed(tiny_server):
         run()
 
 
-def test_no_wrong_field_breaks_the_engine(tiny: Live) -> None:
+def test_no_wrong_field_breaks_the_engine(tiny_server: Live) -> None:
     @given(changes=CHANGES, path=st.sampled_from(PATHS))
     @CALM
     def run(changes: dict[str, Any], path: str) -> None:
-        send(tiny, path, MESSAGES | changes)
+        send(tiny_server, path, MESSAGES | changes)
 
-    with unharmed(tiny):
+    with unharmed(tiny_server):
         run()
 
 

@@ -63,67 +63,67 @@ def calls_of(chunks: list[ChatCompletionChunk]) -> list[tuple[str, str]]:
     return [(name, arguments) for name, arguments in calls.values()]
 
 
-def test_models(tiny: Live) -> None:
-    assert [model.id for model in tiny.openai.models.list()] == ["tiny"]
-    assert tiny.openai.models.retrieve("tiny").object == "model"
+def test_models(tiny_server: Live) -> None:
+    assert [model.id for model in tiny_server.openai.models.list()] == ["tiny"]
+    assert tiny_server.openai.models.retrieve("tiny").object == "model"
 
 
-def test_chat_and_usage(tiny: Live) -> None:
-    answer = chat(tiny, extra_body={"ignore_eos": True})
+def test_chat_and_usage(tiny_server: Live) -> None:
+    answer = chat(tiny_server, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length" and answer.choices[0].message.content
     assert answer.usage and answer.usage.completion_tokens == 24 and answer.usage.prompt_tokens == 22
-    again = chat(tiny, extra_body={"ignore_eos": True})
+    again = chat(tiny_server, extra_body={"ignore_eos": True})
     assert again.usage and again.usage.prompt_tokens_details and again.usage.prompt_tokens_details.cached_tokens == 16
 
 
 @pytest.mark.parametrize("more", [{}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"stop": ["e", "\x00"]}])
-def test_streamed_and_whole_drafted_and_plain_are_one_text(tiny: Live, more: dict[str, Any]) -> None:
+def test_streamed_and_whole_drafted_and_plain_are_one_text(tiny_server: Live, more: dict[str, Any]) -> None:
     texts = set()
     for speculation in ("auto", "off", 4):
         body = {"speculation": speculation, "ignore_eos": True}
-        texts.add(chat(tiny, extra_body=body, max_tokens=60, **more).choices[0].message.content)
-        texts.add(text_of(stream(tiny, extra_body=body, max_tokens=60, **more)))
+        texts.add(chat(tiny_server, extra_body=body, max_tokens=60, **more).choices[0].message.content)
+        texts.add(text_of(stream(tiny_server, extra_body=body, max_tokens=60, **more)))
     assert len(texts) == 1
 
 
-def test_a_stream_with_usage(tiny: Live) -> None:
-    *chunks, last = stream(tiny, stream_options={"include_usage": True}, extra_body={"return_speculation": True})
+def test_a_stream_with_usage(tiny_server: Live) -> None:
+    *chunks, last = stream(tiny_server, stream_options={"include_usage": True}, extra_body={"return_speculation": True})
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] in (["length"], ["stop"])
     assert last.choices == [] and last.usage and last.usage.total_tokens > 22
     assert last.model_extra and "speculative_decoding" in last.model_extra["metrics"]
 
 
-def test_three_answers_and_seeds(tiny: Live) -> None:
+def test_three_answers_and_seeds(tiny_server: Live) -> None:
     options: Any = {"n": 3, "temperature": 1.0, "seed": 5}
-    answer = chat(tiny, **options)
+    answer = chat(tiny_server, **options)
     texts = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(set(texts)) == 3
-    chunks = stream(tiny, **options)
+    chunks = stream(tiny_server, **options)
     assert [text_of(chunks, i) for i in range(3)] == texts
-    assert chat(tiny, temperature=1.0, seed=5).choices[0].message.content == texts[0]
+    assert chat(tiny_server, temperature=1.0, seed=5).choices[0].message.content == texts[0]
 
 
-def test_stops(tiny: Live) -> None:
-    text = chat(tiny, max_tokens=40, extra_body={"ignore_eos": True}).choices[0].message.content or ""
+def test_stops(tiny_server: Live) -> None:
+    text = chat(tiny_server, max_tokens=40, extra_body={"ignore_eos": True}).choices[0].message.content or ""
     stop = text[5:7]
-    answer = chat(tiny, max_tokens=40, stop=[stop], extra_body={"ignore_eos": True})
+    answer = chat(tiny_server, max_tokens=40, stop=[stop], extra_body={"ignore_eos": True})
     assert answer.choices[0].message.content == text[: text.index(stop)] and answer.choices[0].finish_reason == "stop"
 
 
-def test_logprobs(tiny: Live) -> None:
-    answer = chat(tiny, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True})
+def test_logprobs(tiny_server: Live) -> None:
+    answer = chat(tiny_server, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True})
     logprobs = answer.choices[0].logprobs
     assert logprobs and logprobs.content and len(logprobs.content) == 24
     for row in logprobs.content:
         assert len(row.top_logprobs) == 3 and row.logprob == row.top_logprobs[0].logprob <= 0  # greedy takes the best
-    chunks = stream(tiny, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True, "speculation": "off"})
+    chunks = stream(tiny_server, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True, "speculation": "off"})
     streamed = [row for c in chunks if c.choices[0].logprobs for row in c.choices[0].logprobs.content or []]
     assert [row.token for row in streamed] == [row.token for row in logprobs.content]
 
 
-def test_completions(tiny: Live) -> None:
-    create = tiny.openai.completions.create
+def test_completions(tiny_server: Live) -> None:
+    create = tiny_server.openai.completions.create
     one = create(model="tiny", prompt="hello", max_tokens=8, temperature=0, logprobs=2)
     shape = one.choices[0].logprobs
     assert (
@@ -132,36 +132,36 @@ def test_completions(tiny: Live) -> None:
     both = create(model="tiny", prompt=["hello", "world"], max_tokens=8, temperature=0, n=2)
     assert [c.index for c in both.choices] == [0, 1, 2, 3]
     assert both.choices[0].text == both.choices[1].text == one.choices[0].text
-    ids = tiny.post("/tokenize", prompt="hello").json()["tokens"]
+    ids = tiny_server.post("/tokenize", prompt="hello").json()["tokens"]
     assert create(model="tiny", prompt=ids, max_tokens=8, temperature=0).choices[0].text == one.choices[0].text
     streamed = create(model="tiny", prompt="hello", max_tokens=8, temperature=0, stream=True)
     assert "".join(c.choices[0].text for c in streamed) == one.choices[0].text
 
 
-def test_echo_scores_the_prompt(tiny: Live) -> None:
-    answer = tiny.openai.completions.create(model="tiny", prompt="hello", max_tokens=1, echo=True, logprobs=1)
+def test_echo_scores_the_prompt(tiny_server: Live) -> None:
+    answer = tiny_server.openai.completions.create(model="tiny", prompt="hello", max_tokens=1, echo=True, logprobs=1)
     shape = answer.choices[0].logprobs
     assert answer.choices[0].text.startswith("hello") and shape and shape.tokens and shape.token_logprobs
     assert shape.tokens[:5] == list("hello") and shape.token_logprobs[0] is None
     assert all(value is not None and value <= 0 for value in shape.token_logprobs[1:5])
 
 
-def test_errors_are_the_clients_own(tiny: Live) -> None:
+def test_errors_are_the_clients_own(tiny_server: Live) -> None:
     with pytest.raises(openai.NotFoundError, match="'tiny'"):
-        chat(tiny, model="gpt-7")
+        chat(tiny_server, model="gpt-7")
     with pytest.raises(openai.BadRequestError, match="temperature is -1") as caught:
-        chat(tiny, temperature=-1)
+        chat(tiny_server, temperature=-1)
     assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="512"):
-        chat(tiny, messages=[{"role": "user", "content": "x" * 600}])
+        chat(tiny_server, messages=[{"role": "user", "content": "x" * 600}])
     with pytest.raises(openai.BadRequestError, match="token id 319999"):
-        chat(tiny, logit_bias={"319999": 1})
+        chat(tiny_server, logit_bias={"319999": 1})
     with pytest.raises(openai.BadRequestError, match="schema"):
         schema = {"type": "object", "properties": {"a": {"type": "frog"}}}
-        chat(tiny, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+        chat(tiny_server, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
 
 
-def test_json(tiny: Live) -> None:
+def test_json(tiny_server: Live) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "y"]}},
@@ -172,23 +172,25 @@ def test_json(tiny: Live) -> None:
     texts = set()
     for speculation in ("auto", "off", 3):
         options: Any = {"response_format": form, "max_tokens": 200, "extra_body": {"speculation": speculation}}
-        texts |= {chat(tiny, **options).choices[0].message.content, text_of(stream(tiny, **options))}
+        texts |= {chat(tiny_server, **options).choices[0].message.content, text_of(stream(tiny_server, **options))}
     (text,) = texts
     assert json.loads(text or "").keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize("levels", [49, 64, 70, 200, 5000])
-def test_nested_schemas_are_refused_and_the_server_lives_on(tiny: Live, levels: int) -> None:
+def test_nested_schemas_are_refused_and_the_server_lives_on(tiny_server: Live, levels: int) -> None:
     schema = '{"properties":{"a":' * levels + "{}" + "}}" * levels
     held = '"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":' + schema + "}}"
     tool = '{"type":"function","function":{"name":"f","parameters":' + schema + "}}"
     called = f'"tool_choice":"required","tools":[{tool}]'
-    client = tiny.service.client
+    client = tiny_server.service.client
     before = client.pid, client.restarts
     for part in (held, called):
         for streamed in ("true", "false"):
             body = '{"messages":[{"role":"user","content":"x"}],"max_tokens":4,"stream":' + streamed + "," + part + "}"
-            answer = tiny.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+            answer = tiny_server.http.post(
+                "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+            )
             if part is held and levels > 49:
                 assert answer.status_code == 400 and len(answer.json()["error"]["message"]) < 200
                 if levels < 5000:
@@ -196,7 +198,7 @@ def test_nested_schemas_are_refused_and_the_server_lives_on(tiny: Live, levels: 
                     assert "more than 100 objects and arrays within each other, the limit" in answer.text
             else:
                 assert answer.status_code in (200, 400)  # a tool's deep schema fills the context, if it can be read
-    assert chat(tiny).choices and (client.pid, client.restarts) == before
+    assert chat(tiny_server).choices and (client.pid, client.restarts) == before
 
 
 @pytest.mark.parametrize("streamed", [False, True])

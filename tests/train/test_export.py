@@ -33,11 +33,6 @@ TARGET = ExportTarget("org/tiny", ("LlamaForCausalLM",))
 ANCHORS = range(7, 15)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("target") / "llama", "llama")
-
-
 def write(folder: Path, layout: str = "zlab", **options: Any) -> Path:
     export(options.pop("config", CONFIG), TENSORS, folder, layout, target=TARGET, **options)
     return folder
@@ -65,10 +60,10 @@ def drafted(folder: Path, target: Path, kernel: str = "reference") -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-def test_a_smaller_vocabulary_takes_its_rows_of_the_targets_head(target: Path, tmp_path: Path, bits: int) -> None:
+def test_a_smaller_vocabulary_takes_its_rows_of_the_targets_head(tiny: Path, tmp_path: Path, bits: int) -> None:
     ids = torch.arange(3, 259, 2)
-    whole = drafted(write(tmp_path / "whole", bits=bits), target)
-    fewer = drafted(write(tmp_path / "fewer", bits=bits, vocabulary=ids), target)
+    whole = drafted(write(tmp_path / "whole", bits=bits), tiny)
+    fewer = drafted(write(tmp_path / "fewer", bits=bits, vocabulary=ids), tiny)
     assert torch.equal(fewer, whole[..., ids])
     with pytest.raises(UserError, match="give the target's rows"):
         write(tmp_path / "other", "speculators", vocabulary=ids)
@@ -99,19 +94,19 @@ def test_speculators_keeps_the_rows_itself_and_drafts_the_same(tmp_path: Path, v
 
 
 @pytest.mark.parametrize("shard_bytes", [15 * 2**20, 30_000], ids=["one-file", "shards"])
-def test_zlabs_package_loads_its_layout_and_drafts_the_same(target: Path, tmp_path: Path, shard_bytes: int) -> None:
+def test_zlabs_package_loads_its_layout_and_drafts_the_same(tiny: Path, tmp_path: Path, shard_bytes: int) -> None:
     dflash = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
     folder = write(tmp_path / "d", shard_bytes=shard_bytes)
     model = dflash.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
-    _, aux_hidden = features(target)
+    _, aux_hidden = features(tiny)
     ids = torch.tensor([[ANCHORS[0]] + [model.mask_token_id] * 7])
     with torch.inference_mode():
-        embedded = dflash._raw_input_embeddings(oracle(target), ids, 1.0)
+        embedded = dflash._raw_input_embeddings(oracle(tiny), ids, 1.0)
         hidden = model(
             position_ids=torch.arange(38)[None], noise_embedding=embedded, target_hidden=aux_hidden.flatten(1)[None]
         )
-        wanted = model.compute_logits(hidden[:, 1:], oracle(target).lm_head)[0]
-    got = drafted(folder, target)[0]
+        wanted = model.compute_logits(hidden[:, 1:], oracle(tiny).lm_head)[0]
+    got = drafted(folder, tiny)[0]
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
     assert torch.equal(got.argmax(-1), wanted.argmax(-1))
 
@@ -209,22 +204,22 @@ def test_a_width_that_has_no_groups_stays_in_16_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "native"])
-def test_8_bits_draft_like_16(target: Path, tmp_path: Path, kernel: str) -> None:
+def test_8_bits_draft_like_16(tiny: Path, tmp_path: Path, kernel: str) -> None:
     if kernel == "native" and native.unavailable_reason():
         pytest.skip(str(native.unavailable_reason()))
-    full, small = (drafted(write(tmp_path / str(bits), bits=bits), target, kernel) for bits in (16, 8))
+    full, small = (drafted(write(tmp_path / str(bits), bits=bits), tiny, kernel) for bits in (16, 8))
     assert torch.cosine_similarity(full, small, dim=-1).min() > 0.99
     same = full.argmax(-1) == small.argmax(-1)  # a random drafter's best two are often close
     assert same.float().mean() >= 0.9, f"{int(same.sum())} of {same.numel()}"
 
 
-def test_packed_kernels_use_the_integers_as_they_are(target: Path, tmp_path: Path) -> None:
+def test_packed_kernels_use_the_integers_as_they_are(tiny: Path, tmp_path: Path) -> None:
     """Float weights that are rounded at load draft the same bits as the export, where integers are just read."""
     if native.unavailable_reason():
         pytest.skip(str(native.unavailable_reason()))
     floats = {name: t if t.dim() == 2 else t.to(torch.bfloat16) for name, t in TENSORS.items()}
-    rounded_at_load = drafted(write_drafter(tmp_path / "floats", CONFIG, floats), target, "native")
-    assert torch.equal(drafted(write(tmp_path / "d", bits=8), target, "native"), rounded_at_load)
+    rounded_at_load = drafted(write_drafter(tmp_path / "floats", CONFIG, floats), tiny, "native")
+    assert torch.equal(drafted(write(tmp_path / "d", bits=8), tiny, "native"), rounded_at_load)
 
 
 # ---- whole folders or none

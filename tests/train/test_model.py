@@ -21,12 +21,11 @@ from sparkdraft.train.model import folded, take_rows
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.target import Features, Target, load_target
 from tests.drafters.tiny_drafter import DraftHarness, write_drafter
-from tests.models.tiny import write_tiny
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return load_target(str(write_tiny(tmp_path_factory.mktemp("target"), "llama")), "cpu", 128)
+def target(tiny: Path) -> Target:
+    return load_target(str(tiny), "cpu", 128)
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
 @pytest.fixture(scope="session")
-def wide_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("wide"), "qwen3", head_dim=64)
+def wide_tiny(tiny_of: TinyOf) -> Path:
+    return tiny_of("qwen3", head_dim=64)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])

@@ -15,12 +15,12 @@ from sparkdraft.operate.doctor import engine
 from sparkdraft.operate.instrument import ENDS, Watch, _triton, listed
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.kernels.triton_device import gpu_only
-from tests.models.tiny import write_tiny
+from tests.models.tiny import TinyOf, write_tiny
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("watched"), "qwen3_moe")
+@pytest.fixture(scope="session")
+def tiny(tiny_of: TinyOf) -> Path:
+    return tiny_of("qwen3_moe")
 
 
 def names(watch: Watch, layer: int) -> list[str]:

@@ -22,7 +22,6 @@ from sparkdraft.engine.profile import Profile, Subject, pick_up, read_profile
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.server.config import merge
 from sparkdraft.server.engine_client import EngineClient
-from tests.models.tiny import write_tiny
 
 CPU = Hardware("cpu", "0xd0c", 2, 1 << 33)
 SUBJECT = Subject.of(CPU, "org/model", {"hidden_size": 8}, (1, 2), "a-drafter")
@@ -33,11 +32,6 @@ OPTIONS = {"max_step_tokens": 256, "max_seqs": 8, "threads": 1, "spec_depths": "
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(profile, "folder", lambda: tmp_path / "profiles")
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tuned"), "llama")
 
 
 def written(subject: Subject = SUBJECT, **changes: Any) -> Path:

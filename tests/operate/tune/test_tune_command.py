@@ -25,7 +25,6 @@ from sparkdraft.operate.tune.engines import Engines, make_loads
 from sparkdraft.operate.tune.search import BURST, LONG, ONE, SEVERAL, TILES
 from sparkdraft.plan import resolve
 from tests.fakes import fake_plan
-from tests.models.tiny import write_tiny
 
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--output-len", "8", "--spec", "off"]
 
@@ -33,11 +32,6 @@ FLAGS = ["--device", "cpu", "--dtype", "float32", "--output-len", "8", "--spec",
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "folder", lambda: tmp_path / "profiles")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tuned"), "llama")
 
 
 def prompts(tmp_path: Path) -> str:
