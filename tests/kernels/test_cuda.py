@@ -34,11 +34,10 @@ from tests.kernels.triton_device import (
     gpu,
     gpu_only,
     integers,
-    poisoned_empty,
     randn,
 )
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 # Elementwise

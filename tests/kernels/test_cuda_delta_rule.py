@@ -41,11 +41,10 @@ from tests.kernels.triton_device import (
     gpu_only,
     integers,
     no_interpreter,
-    poisoned_empty,
     randn,
 )
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SMALL = Shape(1, 2, 16, 16, most_rows=5)
 QWEN = Shape(2, 6, 128, 128, most_rows=16)

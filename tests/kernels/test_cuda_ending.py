@@ -25,19 +25,9 @@ from sparkdraft.operate.tune import tiles
 from sparkdraft.weights.linear import DenseLinear
 from tests.kernels.ahead_of_time import captured_launches, empty
 from tests.kernels.test_cuda import MOST, check_attention, last_rows, make_batch
-from tests.kernels.triton_device import (
-    DEVICE,
-    DTYPES,
-    INTERPRET,
-    gpu,
-    gpu_only,
-    integers,
-    no_interpreter,
-    poisoned_empty,
-    randn,
-)
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, gpu, gpu_only, integers, no_interpreter, randn
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 HOPPER = Gpu(9, 0, 132)
 

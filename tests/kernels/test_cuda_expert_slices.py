@@ -32,18 +32,9 @@ from tests.kernels.test_cuda_planes import (
     floats_of,
     random_experts,
 )
-from tests.kernels.triton_device import (
-    DEVICE,
-    DTYPES,
-    INTERPRET,
-    assert_close,
-    compiled,
-    gpu,
-    poisoned_empty,
-    randn,
-)
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, assert_close, compiled, gpu, randn
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 @contextmanager

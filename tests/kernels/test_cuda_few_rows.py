@@ -26,19 +26,9 @@ from sparkdraft.kernels.cuda.runtime.tuned import measured
 from sparkdraft.kernels.ops import GELU_TANH, Activation, Norm, Normed
 from sparkdraft.weights.linear import WeightTiles
 from tests.kernels.ahead_of_time import GPUS, Launch, captured_launches, compile_launch, empty
-from tests.kernels.triton_device import (
-    DEVICE,
-    DTYPES,
-    INTERPRET,
-    compiled,
-    gpu,
-    gpu_only,
-    no_interpreter,
-    poisoned_empty,
-    randn,
-)
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gpu, gpu_only, no_interpreter, randn
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest value
 EPS = 1e-5

@@ -50,18 +50,10 @@ from tests.kernels.test_cuda_few_rows import (
     exact_norm,
     strided,
 )
-from tests.kernels.triton_device import (
-    DEVICE,
-    DTYPES,
-    INTERPRET,
-    compiled,
-    gpu,
-    poisoned_empty,
-    randn,
-)
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gpu, randn
 from tests.weights.formats_of_codes import FORMATS, fitting, random_coded
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 CLAMPED = Activation("clamped_swiglu", 1.5)
 SHAPES = [(20, 384)] + [(48, 128), (500, 2880), (2880, 4096), (1000, 12288)] * (not INTERPRET)

@@ -38,11 +38,10 @@ from tests.kernels.triton_device import (
     gpu,
     gpu_only,
     integers,
-    poisoned_empty,
     randn,
 )
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SHAPES = [(8, 1, 64)] + [(64, 8, 64), (32, 8, 128), (12, 2, 256), (16, 2, 512)] * (not INTERPRET)
 BATCHES = [([1, 1, 1], [17, 300, 1]), ([5, 2, 1], [5, 140, 400]), ([40, 1, 17], [40, 270, 90])]

@@ -23,10 +23,10 @@ from sparkdraft.weights.linear import WeightTiles
 from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, compile_launch, empty, spilled_bytes
 from tests.kernels.test_cuda_few_rows import EPS, KINDS, Problem, assert_close, check_rows_alone, exact_norm
 from tests.kernels.test_cuda_planes import kept, tiles_without_memory
-from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gpu, poisoned_empty, randn
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gpu, randn
 from tests.weights.formats_of_codes import FORMATS, fitting
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SLICED = [(1, 2), (1, 4), (2, 4)]  # split, slices
 

@@ -19,18 +19,9 @@ from sparkdraft.train.loss import Labels, LossOptions, chunked_loss, reference_l
 from sparkdraft.train.model import reference_attention
 from tests.kernels.ahead_of_time import GPUS
 from tests.kernels.test_cuda import LIMIT, TYPES, assert_close, compile_kernel
-from tests.kernels.triton_device import (
-    DEVICE,
-    DTYPES,
-    INTERPRET,
-    compiled,
-    gpu,
-    integers,
-    poisoned_empty,
-    randn,
-)
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gpu, integers, randn
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 # Block attention
 

