@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.moe.experts import DOWN, FEW_DOWN, FEW_GATE_UP, GATE_UP, ROW_DOWN
 from sparkdraft.kernels.cuda.moe.routing import cut
@@ -50,7 +50,7 @@ if DRY:
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU = gpu_of(torch.device(DEVICE))
 FORMAT, EPS = "16bit", 1e-6
-ROUTER = few_rows.KERNEL  # a router is a matrix like others, but smaller than any
+ROUTER = few_tokens.KERNEL  # a router is a matrix like others, but smaller than any
 LAYERS = 2 if DRY else 8
 GOAL = 0.01  # seconds of replays per figure
 CHECKED = (1, 3) if DRY else (1, 2, 4, 7, 16, 17, 64, 200)
@@ -133,9 +133,9 @@ def random_routing(model: Model, rows: int) -> Routing:
 
 def prepared(x: Tensor, norm: Norm) -> Normed:
     """As the kernel before leaves few rows: with a part of the squares for each of its strips."""
-    if x.shape[0] > few_rows.MOST_ROWS:
+    if x.shape[0] > few_tokens.MOST_TOKENS:
         return Normed(x, norm)
-    scaled, squares = few_rows.prepare(Normed(x, norm))
+    scaled, squares = few_tokens.prepare(Normed(x, norm))
     return Normed(x, norm, scaled, (squares / 64).repeat(1, 64))
 
 
@@ -246,7 +246,7 @@ class Case:
     def down(self) -> float:
         """With the sum."""
         made = [self.blocks(routing) for routing in self.routings]
-        few = self.rows <= few_rows.MOST_ROWS
+        few = self.rows <= few_tokens.MOST_TOKENS
 
         def launch(layer: Layer, routing: Routing, normed: Normed, blocks) -> None:
             if blocks is None:
@@ -336,7 +336,7 @@ def jobs(model: Model) -> list[tuple[str, tuple[int, ...], list[int]]]:
 
 def launch_once(kernel: str, case: Case) -> None:
     layer, routing, normed = case.layers[0], case.routings[0], case.normed[0]
-    blocks, few = case.blocks(routing), case.rows <= few_rows.MOST_ROWS
+    blocks, few = case.blocks(routing), case.rows <= few_tokens.MOST_TOKENS
     if kernel == ROUTER:
         cuda.norm_logits(normed, layer.router)
     elif kernel in (GATE_UP, FEW_GATE_UP):
@@ -353,9 +353,9 @@ def compare_ways(layers: list[Layer], results: dict[str, object], limit: float) 
     for rows in (3,) if DRY else (2, 4, 8, 16, 32, 64, 128, 256, 512, 2048):
         if time.perf_counter() - BEGIN > limit:
             return
-        sizes = [16] if rows <= few_rows.MOST_ROWS else [16, 32, 64] if rows <= 128 else [16, 32, 64, 128]
+        sizes = [16] if rows <= few_tokens.MOST_TOKENS else [16, 32, 64] if rows <= 128 else [16, 32, 64, 128]
         times = {}
-        for size in ([0] if rows <= few_rows.MOST_ROWS else []) + sizes:
+        for size in ([0] if rows <= few_tokens.MOST_TOKENS else []) + sizes:
             try:
                 with (
                     patch.object(experts, "one_by_one", lambda *_, size=size: not size),

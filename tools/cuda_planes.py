@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.linear.planes import PlaneExperts, PlaneLinear
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime import tuned
@@ -137,7 +137,7 @@ def check_format(name: str, out: int, in_: int) -> list[str]:
             wrong.append(f"argmax of {rows} rows")
         wrong += [f"{kind} of {rows} rows is off by {off:.4f}" for kind, off in found.items() if not off < 0.02]
         if rows == 1:  # in float32 sums: a bfloat16 result is rounded once
-            sharp = few_rows.norm_linear(Normed(x, norm), plain.tiles, torch.float32)
+            sharp = few_tokens.norm_linear(Normed(x, norm), plain.tiles, torch.float32)
             scaled = (wide * norm.gain.double()).to(DTYPE).double()
             exact32 = scaled @ weight.t() * torch.rsqrt(wide.square().mean(1, keepdim=True) + EPS)
             if not off_by(sharp, exact32) < 1e-4:
@@ -150,9 +150,9 @@ def rows_differ(matrix: PlaneLinear) -> list[str]:
     x, residual, then = normal(16, in_), normal(16, out), Norm(normal(out), EPS)
 
     def run(at: slice) -> list[Tensor]:
-        left = few_rows.add_linear(residual[at].clone(), x[at], matrix.tiles, then)
+        left = few_tokens.add_linear(residual[at].clone(), x[at], matrix.tiles, then)
         assert left.scaled is not None and left.squares is not None
-        return [left.x, left.scaled, left.squares, few_rows.linear(x[at], matrix.tiles)]
+        return [left.x, left.scaled, left.squares, few_tokens.linear(x[at], matrix.tiles)]
 
     whole, wrong = run(slice(0, 16)), []
     for first, last in ((0, 1), (5, 6), (15, 16), (0, 2), (3, 11)):
@@ -197,9 +197,9 @@ class Inputs:
 
 def prepared(x: Tensor, norm: Norm) -> Normed:
     """As the kernel before leaves few rows: with a part of the squares for each of its strips."""
-    if x.shape[0] > few_rows.MOST_ROWS:
+    if x.shape[0] > few_tokens.MOST_TOKENS:
         return Normed(x, norm)
-    scaled, squares = few_rows.prepare(Normed(x, norm))
+    scaled, squares = few_tokens.prepare(Normed(x, norm))
     return Normed(x, norm, scaled, (squares / 64).repeat(1, 64))
 
 
@@ -392,9 +392,9 @@ def tune_shape(search: TileSearch, shape: Shape, form: str, few: bool) -> None:
     assert tiles is not None and tiles.layout is not None
     step, may_split = tiles.layout.tile, shape.kind not in ("norm_gated", "norm_argmax")
     tried = coded_tiles(*size, step, tiles.format, GPU, may_split)
-    jobs = [(few_rows.KERNEL, size, tried, [1, 3] if DRY else [1, 4, 16])]
+    jobs = [(few_tokens.KERNEL, size, tried, [1, 3] if DRY else [1, 4, 16])]
     for count in () if few or shape.kind == "norm_argmax" else (20,) if DRY else (32, 64):
-        jobs.append((few_rows.WIDE, (*size, few_rows.block_rows(count)), wide_tiles(step, count), [count]))
+        jobs.append((few_tokens.WIDE, (*size, few_tokens.block_tokens(count)), wide_tiles(step, count), [count]))
     for kernel, key, tried, rows in jobs:
         print(f"{shape.name} {form}: {kernel}, rows {rows}", flush=True)
         search.best(

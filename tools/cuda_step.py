@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
@@ -82,7 +82,7 @@ class Steps:
 
     def __init__(self, decoder: Decoder, rows: list[int]) -> None:
         assert len(decoder.config.attention) == len(decoder.layers), "recurrent layers have no step here"
-        self.decoder, self.rows, block = decoder, rows, few_rows.MOST_ROWS
+        self.decoder, self.rows, block = decoder, rows, few_tokens.MOST_TOKENS
         blocks, most = CONTEXT // BLOCK + 1, max(rows)
         kv = DenseKV(decoder.config.attention, most * blocks, BLOCK, DTYPE, DEVICE, cuda, block)
         for each in (*kv.k, *kv.v):
@@ -126,7 +126,7 @@ class Job:
 def jobs(decoder: Decoder, rows: list[int]) -> Iterator[Job]:
     """Tiles of all kernels that these steps run, but for small matrices and the head."""
     gpu = gpu_of(DEVICE)
-    few, many = ([count for count in rows if (count <= few_rows.MOST_ROWS) == small] for small in (True, False))
+    few, many = ([count for count in rows if (count <= few_tokens.MOST_TOKENS) == small] for small in (True, False))
     for family in families(decoder):
         (out, in_), layout, may_split = family.shape, family.members[0].layout, family.kind == "linear"
         if (out * in_ < SMALLEST and not DRY) or family.kind == "norm_argmax":
@@ -135,9 +135,9 @@ def jobs(decoder: Decoder, rows: list[int]) -> Iterator[Job]:
             tried = tiles.float_tiles(out, in_, gpu, may_split)
             if layout:
                 tried = tiles.coded_tiles(out, in_, layout.tile, family.form, gpu, may_split)
-            yield Job(tuned.Key(few_rows.KERNEL, family.form, family.shape), tried, few)
-        for size in {few_rows.block_rows(count) for count in many} if layout else ():
-            key = tuned.Key(few_rows.WIDE, family.form, (out, in_, size))
+            yield Job(tuned.Key(few_tokens.KERNEL, family.form, family.shape), tried, few)
+        for size in {few_tokens.block_tokens(count) for count in many} if layout else ():
+            key = tuned.Key(few_tokens.WIDE, family.form, (out, in_, size))
             yield Job(key, tiles.wide_tiles(layout.tile, size), many)
     for group in expert_groups(decoder):
         gate_up, down, top_k = group[0].gate_up, group[0].down, group[0].spec.top_k
@@ -148,7 +148,7 @@ def jobs(decoder: Decoder, rows: list[int]) -> Iterator[Job]:
             ran_by = few if key.kernel in experts.FEW else many if key.shape[-1] in sizes else []
             matrix = gate_up.tiles if key.kernel in (experts.GATE_UP, experts.FEW_GATE_UP) else down.tiles
             if ran_by:
-                tried = tiles.expert_tiles(key.kernel, key.shape, key.form, gpu, few_rows.step_of(matrix))
+                tried = tiles.expert_tiles(key.kernel, key.shape, key.form, gpu, few_tokens.step_of(matrix))
                 yield Job(key, tried, ran_by)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda.attention import paged
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.linear.planes import tiles_of
 from sparkdraft.kernels.cuda.moe import routing
 from sparkdraft.kernels.ops import SILU, AttentionParams, AttentionView, Norm, Normed, Routing
@@ -161,7 +161,7 @@ def units(results: dict[str, object]) -> None:
 def normed_rows(rows: int, dim: int) -> Normed:
     """As the kernel before leaves them."""
     norm = Norm(torch.ones(dim, dtype=DTYPE, device=DEVICE), EPS)
-    scaled, squares = few_rows.prepare(Normed(normal(rows, dim), norm))
+    scaled, squares = few_tokens.prepare(Normed(normal(rows, dim), norm))
     return Normed(normal(rows, dim), norm, scaled, (squares / 32).repeat(1, 32))
 
 
@@ -180,8 +180,8 @@ def routes(results: dict[str, object]) -> None:
 
 
 EIGHT: dict[str, Setting] = {
-    "16": [(few_rows, "EIGHT_ROWS", False)],
-    "8": [(few_rows, "EIGHT_ROWS", True), (few_rows, "EIGHT_ROWS_OF_WGMMA", True)],
+    "16": [(few_tokens, "EIGHT_ROWS", False)],
+    "8": [(few_tokens, "EIGHT_ROWS", True), (few_tokens, "EIGHT_ROWS_OF_WGMMA", True)],
 }
 MATRICES = [("qkv", 6144, 4096), ("o", 4096, 4096), ("down", 4096, 12288)]
 if DRY:
@@ -203,7 +203,7 @@ def eights(results: dict[str, object]) -> None:
                 x, residual, then = normal(rows, in_), normal(rows, out), Norm(normal(out), EPS)
 
                 def launch(w: WeightTiles, x: Tensor = x, residual: Tensor = residual, then: Norm = then) -> Any:
-                    return few_rows.add_linear(residual.clone(), x, w, then)
+                    return few_tokens.add_linear(residual.clone(), x, w, then)
 
                 launches = [lambda w=w, launch=launch: launch(w) for w in weights]
                 compare(results, f"eight {form} {name} {out} x {in_}: {rows} rows", EIGHT, launches)

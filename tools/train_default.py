@@ -68,7 +68,7 @@ class Plan:
     evaluation: float = 0.15
     max_new: int = 384
     context: int = 16384
-    block_rows: int = 49152
+    block_tokens: int = 49152
     longest: int = 8192
     texts: int = 30_000_000  # tokens of given texts at most
     per_class: int = 0  # texts of the evaluation; 0: all
@@ -263,7 +263,7 @@ def main() -> None:
     _free_memory()
     if args.texts:
         add_texts(call, corpus, args.texts)
-    sizes = {"context": plan.context, "block_rows": plan.block_rows, "longest": plan.longest}
+    sizes = {"context": plan.context, "block_tokens": plan.block_tokens, "longest": plan.longest}
     settings = FitSettings("smollm2", str(corpus), init=str(init), seed=args.seed, **sizes, **SETTINGS)
     call.note(corpus=about(Corpus(corpus)), settings=settings.as_dict())
     train(call, settings, int(earlier.get("checkpoint", {}).get("step", 0)), exporter(call, settings, Corpus(corpus)))

@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from sparkdraft.kernels.cuda.attention import paged, turboquant
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import pdl
@@ -73,7 +73,7 @@ def captured_launches(monkeypatch: pytest.MonkeyPatch, capability: int, step: Ca
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
         patch.setattr(pdl, "active", lambda device: True)
-        for module in (paged, block_attention, delta_chunks, delta_steps, experts, few_rows, turboquant):
+        for module in (paged, block_attention, delta_chunks, delta_steps, experts, few_tokens, turboquant):
             patch.setattr(module, "gpu_of", lambda device: GPUS[capability])
         step()
     return found

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels import cuda, reference
 from sparkdraft.kernels.cuda import elementwise
 from sparkdraft.kernels.cuda.attention import paged
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu
 from sparkdraft.kernels.cuda.sampling.argmax import argmax as cuda_argmax
@@ -97,7 +97,7 @@ def test_add_normed(rows: int, dim: int, dtype: torch.dtype) -> None:
         assert left.x.data_ptr() == residual.data_ptr() and left.norm is then
         assert_close(left.x, expected, dtype)
         assert torch.equal(residual[rows], untouched), "wrote past the rows"
-        assert (left.scaled is None) == (left.squares is None) == (rows > few_rows.MOST_ROWS)
+        assert (left.scaled is None) == (left.squares is None) == (rows > few_tokens.MOST_TOKENS)
         if left.scaled is not None:
             assert torch.equal(left.scaled, (left.x.float() * then.gain.float()).to(dtype))
             torch.testing.assert_close(left.squares.double().sum(1), left.x.double().square().sum(1), rtol=1e-5, atol=0)
@@ -264,17 +264,17 @@ def test_bounds_may_be_far_above_the_lengths(max_query: int, max_context: int) -
 
 
 @gpu
-@pytest.mark.parametrize("padded_rows", [0, 1])
+@pytest.mark.parametrize("padded_tokens", [0, 1])
 @pytest.mark.parametrize("most", [1, 40])
-def test_padding_sequences(padded_rows: int, most: int) -> None:
-    queries, contexts = [1, most, padded_rows, padded_rows], [300, 290, 0, 0]
+def test_padding_sequences(padded_tokens: int, most: int) -> None:
+    queries, contexts = [1, most, padded_tokens, padded_tokens], [300, 290, 0, 0]
     q, k, v, view = make_batch(queries, contexts, 8, 2, 64, DTYPES[0])
     got = cuda.paged_attention(q, k, v, view, AttentionParams(0.125))
     real = AttentionView(view.query_start[:3], view.context_len[:2], view.block_tables[:2], most, 300)
     expected = reference.paged_attention(q.float(), k.float(), v.float(), real, AttentionParams(0.125))
     last = 1 + most
     assert_close(got[:last], expected[:last], q.dtype)
-    assert (got[last : last + 2 * padded_rows] == 0).all(), "a padding row without keys gives zeros"
+    assert (got[last : last + 2 * padded_tokens] == 0).all(), "a padding row without keys gives zeros"
 
 
 @gpu

@@ -28,7 +28,7 @@ from sparkdraft.train.kernels import block_attention, draft_loss
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty
 from tests.kernels.test_cuda_delta_rule import recurrent_step
 from tests.kernels.test_cuda_experts import experts_step
-from tests.kernels.test_cuda_few_rows import few_rows_step
+from tests.kernels.test_cuda_few_tokens import few_tokens_step
 from tests.kernels.test_cuda_planes import coded_experts_step, floats_step, planes_step
 from tests.kernels.test_cuda_stepping import decode_step
 from tests.kernels.test_cuda_turboquant import layer_step
@@ -74,13 +74,13 @@ SHAPE = (4096, 4096, torch.bfloat16, 16)
 STEPS: dict[str, Callable[[], None]] = {
     "decode": lambda: decode_step(16, 32, 8, 128, 16),
     "block": block_step,
-    "linear": lambda: few_rows_step("linear", *SHAPE, False),
+    "linear": lambda: few_tokens_step("linear", *SHAPE, False),
     "codes": lambda: planes_step("mxfp4", "linear", *SHAPE[:2]),
     "codes of experts": lambda: coded_experts_step("gpt-oss-20b", 16),
     "codes to floats": floats_step,
-    "norm_gated": lambda: few_rows_step("norm_gated", *SHAPE, False),
-    "norm_argmax": lambda: few_rows_step("norm_argmax", *SHAPE, False),
-    "add_linear": lambda: few_rows_step("add_linear", *SHAPE, False),
+    "norm_gated": lambda: few_tokens_step("norm_gated", *SHAPE, False),
+    "norm_argmax": lambda: few_tokens_step("norm_argmax", *SHAPE, False),
+    "add_linear": lambda: few_tokens_step("add_linear", *SHAPE, False),
     "experts of a row": lambda: experts_step("qwen3-30b-a3b", 1),
     "experts of rows": lambda: experts_step("gpt-oss-20b", 16),
     "experts of many rows": lambda: experts_step("gpt-oss-20b", 64),

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda.attention import paged
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import routing
 from sparkdraft.kernels.cuda.runtime import ending
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
@@ -185,7 +185,7 @@ def attention_launches(monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: in
 
 
 @no_interpreter
-def test_parts_of_few_rows_are_joined_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_few_tokens_are_joined_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = [paged._attend], [paged._attend, paged._join]
     assert attention_launches(monkeypatch, 32, 4, 128, 1, 1) == one, "qwen3-30b-a3b"
     assert attention_launches(monkeypatch, 64, 8, 64, 1, 1) == one, "gpt-oss-20b"
@@ -216,7 +216,7 @@ def test_the_router_chooses_as_a_kernel_of_its_own(
     dtype, here = DTYPES[1], gpu_of(torch.device(DEVICE))
     x, norm = randn(rows, 200, dtype=dtype), Norm(randn(200, dtype=dtype), 1e-6)
     router, scale = DenseLinear(randn(count, 200, dtype=dtype) / 4, randn(count, dtype=dtype)), randn(count).abs()
-    with tiles.using(here, few_rows.KERNEL, "16bit", (count, 200), [16, 16, 4, 3, split]):
+    with tiles.using(here, few_tokens.KERNEL, "16bit", (count, 200), [16, 16, 4, 3, split]):
         for renormalise, factors in ((True, None), (False, scale)):
             few, apart = both_routes(monkeypatch, Normed(x, norm), router, top_k, renormalise, factors)
             assert torch.equal(few.ids, apart.ids) and torch.equal(few.weights, apart.weights)
@@ -245,7 +245,7 @@ def test_the_router_breaks_ties_and_chooses_nan(monkeypatch: pytest.MonkeyPatch)
 
 
 @no_interpreter
-def test_few_rows_are_routed_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens_are_routed_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(rows: int) -> None:
         norm, scaled = Norm(empty(2048), 1e-6), empty(rows, 2048)
         normed = Normed(empty(rows, 2048), norm, scaled, empty(rows, 32, dtype=torch.float32))

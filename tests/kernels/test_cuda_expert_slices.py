@@ -15,7 +15,7 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.ops import Norm, Normed
@@ -47,7 +47,7 @@ def sliced(
         for kernel, each, lines in ((experts.FEW_GATE_UP, gate_up, 16), (experts.ROW_DOWN, down, 8)):
             assert each.tiles is not None
             shape = (each.tiles.shape[0] // each.count, each.tiles.shape[1], choices)
-            tile = [lines, few_rows.step_of(each.tiles) or 32, slices, 3, 1, slices]
+            tile = [lines, few_tokens.step_of(each.tiles) or 32, slices, 3, 1, slices]
             stack.enter_context(tiles.using(target, kernel, each.tiles.format, shape, tile))
         yield
 
@@ -107,7 +107,7 @@ def test_blocks_add_up_in_the_slices_of_single_rows() -> None:
     find = partial(experts.find_tile, format_="16bit", x_bytes=2, gpu=hopper, step=0)
     assert find(experts.FEW_DOWN, key).slices == 1
     with tiles.using(hopper, experts.ROW_DOWN, "16bit", key, [8, 64, 4, 3, 1, 4]):
-        assert find(experts.FEW_DOWN, key) == few_rows.Tile(16, 64, 4, 4, 1, 4)
+        assert find(experts.FEW_DOWN, key) == few_tokens.Tile(16, 64, 4, 4, 1, 4)
         tried = tiles.expert_tiles(experts.FEW_DOWN, key, "16bit", hopper)
         assert {(tile[1], tile[5]) for tile in tried} == {(64, 4)}
         assert tiles.runs(experts.FEW_DOWN, tried[0], tried) and not tiles.runs(experts.FEW_DOWN, [64, 64, 4, 6], tried)

@@ -17,7 +17,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import experts, routing
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
@@ -205,7 +205,7 @@ def check_experts(rows: int, top_k: int, problem: Problem, dtype: torch.dtype) -
     assert left.x.data_ptr() == residual.data_ptr() and left.norm is problem.then
     assert_close(x, total, dtype)
     assert torch.equal(residual[rows], untouched), "wrote past the rows"
-    assert (left.scaled is not None) == (left.squares is not None) == (rows <= few_rows.MOST_ROWS)
+    assert (left.scaled is not None) == (left.squares is not None) == (rows <= few_tokens.MOST_TOKENS)
     if left.scaled is not None:
         assert torch.equal(left.scaled, (x.double() * problem.then.gain.double()).to(dtype))
         torch.testing.assert_close(left.squares.double().sum(1), x.double().square().sum(1), rtol=1e-5, atol=0)
@@ -264,7 +264,7 @@ def check_rows_alone(problem: Problem, top_k: int, dtype: torch.dtype, ranges: l
 
     def run(rows: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         part = Routing(chosen.ids[first:last].contiguous(), chosen.weights[first:last].contiguous())
-        normed = few_rows_normed(rows[first:last].clone(), problem.norm)
+        normed = few_tokens_normed(rows[first:last].clone(), problem.norm)
         plain = cuda.norm_experts(normed, part, *problem.arguments)
         left = cuda.add_experts(normed, part, *problem.arguments, problem.then)
         return plain, left.x, left.scaled, left.squares
@@ -281,8 +281,8 @@ def check_rows_alone(problem: Problem, top_k: int, dtype: torch.dtype, ranges: l
         assert torch.equal(a[9], b[9]), f"{name} beside strange rows"
 
 
-def few_rows_normed(x: Tensor, norm: Norm) -> Normed:
-    scaled, squares = few_rows.prepare(Normed(x, norm))
+def few_tokens_normed(x: Tensor, norm: Norm) -> Normed:
+    scaled, squares = few_tokens.prepare(Normed(x, norm))
     return Normed(x, norm, scaled, squares)
 
 
@@ -300,8 +300,8 @@ def check_padding(problem: Problem, top_k: int, rows: int, dtype: torch.dtype, p
     x, chosen = randn(rows, problem.norm.gain.shape[0], dtype=dtype), random_routing(rows, problem.gate_up.count, top_k)
     found = []
     for eight in (True, False):
-        patch.setattr(few_rows, "EIGHT_ROWS", eight)
-        left = cuda.add_experts(few_rows_normed(x.clone(), problem.norm), chosen, *problem.arguments, problem.then)
+        patch.setattr(few_tokens, "EIGHT_ROWS", eight)
+        left = cuda.add_experts(few_tokens_normed(x.clone(), problem.norm), chosen, *problem.arguments, problem.then)
         found.append((left.x, left.scaled, left.squares))
     assert not found[0][0].isnan().any() and all(map(torch.equal, *found))
 
@@ -380,7 +380,7 @@ def test_a_router_with_a_bias_is_not_rounded_on_the_way() -> None:
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_tiles_of_few_rows_run_one_instruction(capability: int) -> None:
+def test_tiles_of_few_tokens_run_one_instruction(capability: int) -> None:
     """Those of the tables and those of the rule: else a row's bits could depend on the rows beside it."""
     target = GPUS[capability]
     known = {
@@ -432,15 +432,15 @@ def test_published_shapes_compile(name: str, capability: int, monkeypatch: pytes
         for launch in captured_launches(monkeypatch, capability, lambda rows=rows: experts_step(name, rows)):
             made, signature = compile_launch(capability, launch)
             assert made.metadata.shared <= LIMIT[capability] and made.metadata.launch_pdl, launch
-            if launch.kernel.__module__ == few_rows.__name__:
-                continue  # test_cuda_few_rows.py reads those
+            if launch.kernel.__module__ == few_tokens.__name__:
+                continue  # test_cuda_few_tokens.py reads those
             check_order(launch.kernel, signature, made.asm["ptx"])
             used = set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", made.asm["ptx"]))
             if launch.kernel is routing._route_few:  # the router's own matmul
-                assert len(used) == 1 and rows <= few_rows.MOST_ROWS
+                assert len(used) == 1 and rows <= few_tokens.MOST_TOKENS
                 continue
             assert len(used) == (launch.kernel in MATMULS), (launch.kernel, used)
-            few |= used if rows <= few_rows.MOST_ROWS else set()
+            few |= used if rows <= few_tokens.MOST_TOKENS else set()
     assert len(few) == 1, few
 
 

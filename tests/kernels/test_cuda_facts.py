@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from sparkdraft.core import Fact
 from sparkdraft.kernels.cuda.attention import paged
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import experts, routing
 from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import tuned
@@ -111,11 +111,11 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
         return original(gpu, key)
 
     monkeypatch.setattr(tuned, "find", find)
-    monkeypatch.setattr(few_rows, "run_kernel", lambda *_, **__: None)
+    monkeypatch.setattr(few_tokens, "run_kernel", lambda *_, **__: None)
     for module in (paged, routing):
         monkeypatch.setattr(module, "run", lambda *_, **__: None)
     monkeypatch.setattr(experts, "rms_norm", lambda x, *_: x)
-    cached = [few_rows._launch, few_rows._wide_launch, experts._launch, paged._launch]
+    cached = [few_tokens._launch, few_tokens._wide_launch, experts._launch, paged._launch]
     for each in [*cached, delta_steps.choose_tile, delta_chunks.choose_tiles]:
         each.cache_clear()
     return found
@@ -137,11 +137,11 @@ def test_matrices_look_up_what_is_told(looked_up: set[Key]) -> None:
     floats = WeightTiles(torch.zeros(48, 256, dtype=torch.float16))
     for rows in range(1, 257):
         x = torch.zeros(rows, 256, dtype=torch.float16)
-        if rows <= few_rows.MOST_ROWS:
-            few_rows.linear(x, floats)
-            few_rows.linear(x, coded)
+        if rows <= few_tokens.MOST_TOKENS:
+            few_tokens.linear(x, floats)
+            few_tokens.linear(x, coded)
         else:
-            few_rows.wide_linear(x, coded, torch.zeros(rows, 96, dtype=x.dtype))
+            few_tokens.wide_linear(x, coded, torch.zeros(rows, 96, dtype=x.dtype))
     assert looked_up == tile_keys(asked(matrices=[coded, floats]))["matrix tiles"]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.cuda.linear import dequantise, few_rows, planes
+from sparkdraft.kernels.cuda.linear import dequantise, few_tokens, planes
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.ops import Activation, Norm, Normed, Routing
 from sparkdraft.models.gpt_oss import build
@@ -39,7 +39,7 @@ from tests.kernels.ahead_of_time import (
     spilled_bytes,
 )
 from tests.kernels.test_cuda_experts import random_routing
-from tests.kernels.test_cuda_few_rows import (
+from tests.kernels.test_cuda_few_tokens import (
     EPS,
     KINDS,
     Problem,
@@ -71,7 +71,7 @@ def kept(name: str, out: int, in_: int, bias: Tensor | None = None) -> tuple[pla
 
 @gpu
 @pytest.mark.parametrize("name, out, in_", CASES)
-def test_few_rows(name: str, out: int, in_: int) -> None:
+def test_few_tokens(name: str, out: int, in_: int) -> None:
     for dtype in DTYPES[: 1 if INTERPRET else None]:
         bias = randn(out, dtype=dtype)
         matrix, weight = kept(name, out, in_, bias)
@@ -134,16 +134,16 @@ def test_parts_of_in_are_added_in_order(split: int, monkeypatch: pytest.MonkeyPa
         exact = matrix.tiles.codes.double() if not name else None
         if name:
             matrix, exact = kept(name, out, in_)
-        step = few_rows.step_of(matrix.tiles) or 64
-        tile = few_rows.Tile(16, step, 4, 3, split)
-        launch = few_rows.Launch(tile, triton.cdiv(out, 16), 3)
-        monkeypatch.setattr(few_rows, "_launch", lambda *arguments, launch=launch: launch)
+        step = few_tokens.step_of(matrix.tiles) or 64
+        tile = few_tokens.Tile(16, step, 4, 3, split)
+        launch = few_tokens.Launch(tile, triton.cdiv(out, 16), 3)
+        monkeypatch.setattr(few_tokens, "_launch", lambda *arguments, launch=launch: launch)
         x = randn(5, in_, dtype=dtype)
-        first = few_rows.linear(x, matrix.tiles)
+        first = few_tokens.linear(x, matrix.tiles)
         assert_close(first, x.double() @ exact.t(), dtype)
-        assert torch.equal(few_rows.linear(x, matrix.tiles), first)
-        assert not few_rows.counters(x.device).any()
-        left = [few_rows.add_linear(randn(n, out) * 0, x[:n], matrix.tiles, Norm(randn(out), EPS)) for n in (1, 5)]
+        assert torch.equal(few_tokens.linear(x, matrix.tiles), first)
+        assert not few_tokens.counters(x.device).any()
+        left = [few_tokens.add_linear(randn(n, out) * 0, x[:n], matrix.tiles, Norm(randn(out), EPS)) for n in (1, 5)]
         assert torch.equal(left[0].x, left[1].x[:1]) and torch.equal(left[0].squares, left[1].squares[:1])
 
 
@@ -235,7 +235,7 @@ def test_a_row_of_experts_does_not_depend_on_its_neighbours() -> None:
 
     def run(first: int, last: int) -> tuple[Tensor, ...]:
         part = Routing(chosen.ids[first:last].contiguous(), chosen.weights[first:last].contiguous())
-        scaled, squares = few_rows.prepare(Normed(x[first:last], norm))
+        scaled, squares = few_tokens.prepare(Normed(x[first:last], norm))
         normed = Normed(x[first:last].clone(), norm, scaled, squares)
         left = cuda.add_experts(normed, part, gate_up, down, CLAMPED, then)
         return left.x, left.scaled, left.squares
@@ -464,7 +464,7 @@ def test_choices_fill_the_gpu_and_keep_to_one_instruction(
     target = GPUS[capability]
     for out, in_ in ((5120, 2880), (2304, 4096), (128, 2048), (48, 256), (201088, 2880)):  # that nobody has measured
         tiles = tiles_without_memory(name, out, in_ if name in ("mxfp4", "nvfp4") else -(-in_ // 128) * 128)
-        launch = few_rows._launch(tiles.shape, tiles.format, tiles.line_bits, 2, 1, target, few_rows.step_of(tiles))
+        launch = few_tokens._launch(tiles.shape, tiles.format, tiles.line_bits, 2, 1, target, few_tokens.step_of(tiles))
         split, programs = launch.tile.split, launch.programs
         assert programs * launch.tile.block_n >= out > (programs - 1) * launch.tile.block_n
         assert 1 <= split <= 8 and launch.stages >= 2 and launch.tile.warps == 2, launch
@@ -472,18 +472,18 @@ def test_choices_fill_the_gpu_and_keep_to_one_instruction(
         assert split == 8 or (split + 1) * programs > 4 * target.sms or (split + 1) * 4 > in_ // tiles.layout.tile
         for kernel, size in (*((few, 8) for few in experts.FEW), (experts.GATE_UP, 16), (experts.DOWN, 64)):
             experts._launch(  # asserts that few rows run mma.sync
-                kernel, tiles.shape, size, 32, tiles.format, tiles.line_bits, 2, target, few_rows.step_of(tiles)
+                kernel, tiles.shape, size, 32, tiles.format, tiles.line_bits, 2, target, few_tokens.step_of(tiles)
             )
 
 
 def planes_step(name: str, kind: str, out: int, in_: int, rows: int = 16) -> None:
-    """One function of few_rows.py on coded weights, on tensors without memory."""
+    """One function of few_tokens.py on coded weights, on tensors without memory."""
     tiles = tiles_without_memory(name, out, in_)
     problem = Problem(tiles, Norm(empty(in_), EPS), empty(in_, 64), Norm(empty(out), EPS), empty(16, out))
-    if rows <= few_rows.MOST_ROWS:
+    if rows <= few_tokens.MOST_TOKENS:
         problem.run(kind, empty(16, in_)[:rows], slice(rows), written=False)
     else:
-        few_rows.wide_linear(empty(rows, in_), tiles, empty(rows, out))
+        few_tokens.wide_linear(empty(rows, in_), tiles, empty(rows, out))
 
 
 def floats_step(name: str = "mxfp4") -> None:

@@ -15,13 +15,13 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import Norm, Normed
 from sparkdraft.operate.tune import tiles
 from sparkdraft.weights.linear import WeightTiles
 from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, compile_launch, empty, spilled_bytes
-from tests.kernels.test_cuda_few_rows import EPS, KINDS, Problem, assert_close, check_rows_alone, exact_norm
+from tests.kernels.test_cuda_few_tokens import EPS, KINDS, Problem, assert_close, check_rows_alone, exact_norm
 from tests.kernels.test_cuda_planes import kept, tiles_without_memory
 from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gpu, randn
 from tests.weights.formats_of_codes import FORMATS, fitting
@@ -33,8 +33,8 @@ SLICED = [(1, 2), (1, 4), (2, 4)]  # split, slices
 
 def sliced(weight: WeightTiles, split: int, slices: int, lines: int = 16) -> AbstractContextManager[None]:
     """The matrix has such a tile while this is entered."""
-    here, step = gpu_of(torch.device(DEVICE)), few_rows.step_of(weight) or 32
-    return tiles.using(here, few_rows.KERNEL, weight.format, weight.shape, [lines, step, slices, 3, split, slices])
+    here, step = gpu_of(torch.device(DEVICE)), few_tokens.step_of(weight) or 32
+    return tiles.using(here, few_tokens.KERNEL, weight.format, weight.shape, [lines, step, slices, 3, split, slices])
 
 
 def weight_of(name: str, out: int, in_: int, dtype: torch.dtype) -> tuple[WeightTiles, torch.Tensor]:
@@ -56,9 +56,9 @@ def test_sums_are_exact_for_widths_that_slices_divide_and_others(name: str, spli
         weight, exact = weight_of(name, out, in_, dtype)
         x = randn(5, in_, dtype=dtype)
         with sliced(weight, split, slices):
-            found = few_rows.linear(x, weight)
+            found = few_tokens.linear(x, weight)
             assert_close(found, x.double() @ exact.t(), dtype)
-            assert torch.equal(few_rows.linear(x, weight), found) and not few_rows.counters(x.device).any()
+            assert torch.equal(few_tokens.linear(x, weight), found) and not few_tokens.counters(x.device).any()
 
 
 @gpu
@@ -69,11 +69,11 @@ def test_gate_argmax_and_norm(name: str) -> None:
     weight, exact = weight_of(name, 2 * inter, in_, dtype)
     both = exact_norm(normed) @ exact.t()
     with sliced(weight, 1, 4):
-        assert_close(few_rows.norm_linear(normed, weight), both, dtype)
+        assert_close(few_tokens.norm_linear(normed, weight), both, dtype)
         gate, up = both.chunk(2, 1)
-        assert_close(few_rows.norm_gated(normed, weight), torch.nn.functional.silu(gate) * up, dtype, factors=2)
-        logits = few_rows.norm_linear(normed, weight, torch.float32)
-        assert few_rows.norm_argmax(normed, weight).tolist() == logits.argmax(1).tolist()
+        assert_close(few_tokens.norm_gated(normed, weight), torch.nn.functional.silu(gate) * up, dtype, factors=2)
+        logits = few_tokens.norm_linear(normed, weight, torch.float32)
+        assert few_tokens.norm_argmax(normed, weight).tolist() == logits.argmax(1).tolist()
 
 
 @gpu
@@ -94,9 +94,9 @@ def test_each_warp_has_a_slice(name: str, capability: int, kind: str, monkeypatc
     monkeypatch.undo()  # tensors without memory want the real torch.empty
     out, in_ = 1024, 4096
     weight = tiles_without_memory(name, out, in_) if name else WeightTiles(empty(out, in_))
-    tile = [16, few_rows.step_of(weight) or 128, 4, 4, 1, 4]
+    tile = [16, few_tokens.step_of(weight) or 128, 4, 4, 1, 4]
     problem = Problem(weight, Norm(empty(in_), EPS), empty(in_, 64), Norm(empty(out), EPS), empty(16, out))
-    with tiles.using(GPUS[capability], few_rows.KERNEL, weight.format, weight.shape, tile):
+    with tiles.using(GPUS[capability], few_tokens.KERNEL, weight.format, weight.shape, tile):
         for rows in (1, 16):
             run = partial(problem.run, kind, empty(16, in_)[:rows], slice(rows), written=False)
             *_, launch = captured_launches(monkeypatch, capability, run)

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
@@ -46,7 +46,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def in_use(shape: tuple[int, int] = SHAPE) -> list[int]:
-    return tiles.numbers(few_rows._launch(shape, "16bit", 16, 2, 1, HOPPER).tile)
+    return tiles.numbers(few_tokens._launch(shape, "16bit", 16, 2, 1, HOPPER).tile)
 
 
 def test_the_best_tile_over_all_times_is_taken_and_used() -> None:
@@ -59,10 +59,10 @@ def test_the_best_tile_over_all_times_is_taken_and_used() -> None:
         return times[in_use()[0]]  # 128 is not among them: a tile that fails
 
     assert in_use() == PACKAGED
-    assert search.best(few_rows.KERNEL, "16bit", SHAPE, tried, measure) == [16, 128, 4, 5] == in_use()
-    assert search.in_use[few_rows.KERNEL, "16bit"][SHAPE] == PACKAGED, "the tile in use is tried first"
+    assert search.best(few_tokens.KERNEL, "16bit", SHAPE, tried, measure) == [16, 128, 4, 5] == in_use()
+    assert search.in_use[few_tokens.KERNEL, "16bit"][SHAPE] == PACKAGED, "the tile in use is tried first"
     assert sum("failed" in line for line in said) == 1 and sum(" us" in line for line in said) == 3
-    weighted = search.best(few_rows.KERNEL, "16bit", SHAPE, tried, measure, weights=[10.0, 1.0])
+    weighted = search.best(few_tokens.KERNEL, "16bit", SHAPE, tried, measure, weights=[10.0, 1.0])
     assert weighted == [32, 128, 4, 5]
     search.save(path := tuned.user_file(HOPPER))
     assert '"6144x4096": [32, 128, 4, 5]' in path.read_text()
@@ -70,26 +70,26 @@ def test_the_best_tile_over_all_times_is_taken_and_used() -> None:
 
 def test_without_time_nothing_changes() -> None:
     search = TileSearch(HOPPER, lambda: False, lambda text: None)
-    assert search.best(few_rows.KERNEL, "16bit", SHAPE, [[16, 128, 4, 5]], lambda: [1.0]) is None
+    assert search.best(few_tokens.KERNEL, "16bit", SHAPE, [[16, 128, 4, 5]], lambda: [1.0]) is None
     assert in_use() == PACKAGED and not search.found
 
 
 def test_a_tile_is_taken_out_again() -> None:
     unknown = (6144, 4160)
     rule = in_use(unknown)
-    with tiles.using(HOPPER, few_rows.KERNEL, "16bit", unknown, [16, 64, 4, 3]):
+    with tiles.using(HOPPER, few_tokens.KERNEL, "16bit", unknown, [16, 64, 4, 3]):
         assert in_use(unknown) == [16, 64, 4, 3]
-    assert in_use(unknown) == rule and unknown not in tuned.tables(HOPPER)[few_rows.KERNEL, "16bit"]
+    assert in_use(unknown) == rule and unknown not in tuned.tables(HOPPER)[few_tokens.KERNEL, "16bit"]
 
 
 @pytest.mark.parametrize(("out", "in_"), [(960, 576), (128, 2048), (6144, 4096), (151936, 4096), (2880, 2880)])
 def test_every_tile_that_is_tried_can_be_written_into_a_file(out: int, in_: int, tmp_path: Path) -> None:
-    listed = {few_rows.KERNEL: tiles.float_tiles(out, in_, HOPPER), few_rows.WIDE: tiles.wide_tiles(128, 32)}
+    listed = {few_tokens.KERNEL: tiles.float_tiles(out, in_, HOPPER), few_tokens.WIDE: tiles.wide_tiles(128, 32)}
     for kernel, size in ((experts.GATE_UP, 16), (experts.DOWN, 64), *((few, 8) for few in experts.FEW)):
         listed[kernel] = tiles.expert_tiles(kernel, (out, in_, size), "16bit", HOPPER)
         listed[kernel] += tiles.expert_tiles(kernel, (out, in_, size), "int4", HOPPER, step=128)
     listed |= {kernel: tiles.delta_tiles(kernel, 128) for kernel in ("delta_rule", "delta_inside", "delta_through")}
-    listed[few_rows.KERNEL] += tiles.coded_tiles(out, in_, 128, "int4", HOPPER)
+    listed[few_tokens.KERNEL] += tiles.coded_tiles(out, in_, 128, "int4", HOPPER)
     for kernel, each in listed.items():
         for number, tile in enumerate(each):
             path = tmp_path / f"{kernel}-{number}.json"
@@ -153,17 +153,17 @@ def test_a_search_over_real_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faster(launches: list[tiles.Launch], goal: float) -> float:
         launches[0]()
-        tile = tuned.tables(here).get((few_rows.KERNEL, "16bit"), {}).get((96, 32), [0])
+        tile = tuned.tables(here).get((few_tokens.KERNEL, "16bit"), {}).get((96, 32), [0])
         return 0.5 if tile[0] == 32 else 1.0
 
     monkeypatch.setattr(tiles, "seconds", faster)
     found = find_tiles(model, lambda: True, seen.append, seen.append)
-    assert found and found.found == {(few_rows.KERNEL, "16bit"): {(96, 32): [32, 16, 4, 2]}}
+    assert found and found.found == {(few_tokens.KERNEL, "16bit"): {(96, 32): [32, 16, 4, 2]}}
     after = {key: dict(each) for key, each in tuned.tables(here).items() if each}
     assert after == {key: each for key, each in before.items() if each}, "what was in use is in use"
     found.use(True)
-    assert tuned.tables(here)[few_rows.KERNEL, "16bit"][96, 32] == [32, 16, 4, 2]
+    assert tuned.tables(here)[few_tokens.KERNEL, "16bit"][96, 32] == [32, 16, 4, 2]
     found.use(False)
-    assert (96, 32) not in tuned.tables(here)[few_rows.KERNEL, "16bit"]
+    assert (96, 32) not in tuned.tables(here)[few_tokens.KERNEL, "16bit"]
     found.save()
     assert '"96x32": [32, 16, 4, 2]' in found.path.read_text()

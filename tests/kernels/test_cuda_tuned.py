@@ -15,13 +15,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.core import UserError
 from sparkdraft.kernels.cuda.attention import paged
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu
 
 ROOT = Path(__file__).parent.parent.parent
 HOPPER, SPARK = Gpu(9, 0, 132), Gpu(12, 1, 48)
-CACHES = (tuned.measured, tuned.tables, few_rows._launch, paged._launch)
+CACHES = (tuned.measured, tuned.tables, few_tokens._launch, paged._launch)
 
 
 @pytest.fixture(autouse=True)
@@ -34,22 +34,22 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         cached.cache_clear()
 
 
-def launched(gpu: Gpu, out: int, in_: int, form: str = "16bit") -> few_rows.Tile:
-    return few_rows._launch((out, in_), form, 16, 2, 1, gpu).tile
+def launched(gpu: Gpu, out: int, in_: int, form: str = "16bit") -> few_tokens.Tile:
+    return few_tokens._launch((out, in_), form, 16, 2, 1, gpu).tile
 
 
 def test_a_users_own_file_comes_before_the_packages() -> None:
     packaged = launched(HOPPER, 6144, 4096)
-    assert packaged == few_rows.Tile(64, 128, 4, 5) and launched(SPARK, 6144, 4096) != few_rows.Tile(32, 64, 2, 4)
+    assert packaged == few_tokens.Tile(64, 128, 4, 5) and launched(SPARK, 6144, 4096) != few_tokens.Tile(32, 64, 2, 4)
     for gpu in (HOPPER, SPARK):
         tuned.save(tuned.user_file(gpu), {("few_rows", "16bit"): {(6144, 4096): [32, 64, 2, 4]}})
     for cached in CACHES:
         cached.cache_clear()
     for gpu in (HOPPER, SPARK):
-        assert launched(gpu, 6144, 4096) == few_rows.Tile(32, 64, 2, 4)
+        assert launched(gpu, 6144, 4096) == few_tokens.Tile(32, 64, 2, 4)
         assert (6144, 4096) in tuned.measured(gpu)["few_rows", "16bit"]
-    assert launched(HOPPER, 4096, 4096) == few_rows.Tile(64, 128, 4, 8), "the package's other shapes stay"
-    assert launched(HOPPER, 6144, 4096, "fp8") != few_rows.Tile(32, 64, 2, 4), "a tile is of one format"
+    assert launched(HOPPER, 4096, 4096) == few_tokens.Tile(64, 128, 4, 8), "the package's other shapes stay"
+    assert launched(HOPPER, 6144, 4096, "fp8") != few_tokens.Tile(32, 64, 2, 4), "a tile is of one format"
 
 
 def test_a_gpu_without_a_file_has_guesses_that_fit_it() -> None:

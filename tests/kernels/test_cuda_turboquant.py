@@ -419,13 +419,13 @@ def test_rows_after_rejected_drafts() -> None:
 
 
 @gluon
-@pytest.mark.parametrize("padded_rows", [0, 1])
-def test_padding_sequences(padded_rows: int) -> None:
-    layer, q, view = make_batch([1, 3, padded_rows, padded_rows], [200, 290, 0, 0], 4, 2, 64)
+@pytest.mark.parametrize("padded_tokens", [0, 1])
+def test_padding_sequences(padded_tokens: int) -> None:
+    layer, q, view = make_batch([1, 3, padded_tokens, padded_tokens], [200, 290, 0, 0], 4, 2, 64)
     got = turboquant.tq_attention(layer, q, view, AttentionParams(0.125))
     real = AttentionView(view.query_start[:3], view.context_len[:2], view.block_tables[:2], 3, 290)
     assert (got[:4] - expected(layer, q[:4], real, 0.125)).abs().max() < 2e-3
-    assert (got[4 : 4 + 2 * padded_rows] == 0).all(), "a padding row without keys gives zeros"
+    assert (got[4 : 4 + 2 * padded_tokens] == 0).all(), "a padding row without keys gives zeros"
 
 
 MOST = 16  # rows of a drafted block

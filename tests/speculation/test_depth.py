@@ -359,7 +359,7 @@ def test_a_dense_model_begins_as_if_rows_cost_little(num: int) -> None:
     assert chosen[0] == chosen[1] and chosen[0][0] >= 7
 
 
-def test_experts_are_dear_where_few_rows_reach_few_of_them() -> None:
+def test_experts_are_dear_where_few_tokens_reach_few_of_them() -> None:
     """Drafts of one stream read more experts; those of 64 streams read what is read in any case."""
     read = model_sizes(DESCRIBED["qwen3-30b-a3b"]).read
     one, many, dense = (start_curve(MAX_DEPTH, *each) for each in ((1, read), (64, read), (1, lambda rows: 1.0)))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkdraft.kernels.cuda.activation import activate
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.runtime import pdl
 from sparkdraft.kernels.cuda.runtime.pdl import enter
 from sparkdraft.kernels.ops import Activation, Norm, Normed, RopeArgs
@@ -258,7 +258,7 @@ def _add_normed(
     residual, y, weight, gain, scaled, squares, stride_residual, stride_y, eps, scale,
     DIM: tl.constexpr, PREPARE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. PREPARE: for the norm that reads it next, as few_rows.py leaves it."""
+    """One row. PREPARE: for the norm that reads it next, as few_tokens.py leaves it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < DIM
@@ -286,7 +286,7 @@ def add_normed(residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float
     if not rows:
         return Normed(residual, then)
     scaled = squares = None
-    if rows <= few_rows.MOST_ROWS:
+    if rows <= few_tokens.MOST_TOKENS:
         scaled = torch.empty((rows, dim), dtype=residual.dtype, device=residual.device)
         squares = torch.empty((rows, 1), dtype=torch.float32, device=residual.device)
     block = triton.next_power_of_2(dim)

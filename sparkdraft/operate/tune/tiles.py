@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda.attention import paged
-from sparkdraft.kernels.cuda.linear import few_rows
-from sparkdraft.kernels.cuda.linear.few_rows import Tile
+from sparkdraft.kernels.cuda.linear import few_tokens
+from sparkdraft.kernels.cuda.linear.few_tokens import Tile
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import tuned
@@ -73,7 +73,7 @@ def seconds(launches: Sequence[Launch], goal: float = 0.1) -> float:
 def forget() -> None:
     """Forget which tiles were chosen for launches."""
     for cached in (
-        few_rows._launch, few_rows._wide_launch, experts._launch, paged._launch, delta_steps.choose_tile,
+        few_tokens._launch, few_tokens._wide_launch, experts._launch, paged._launch, delta_steps.choose_tile,
         delta_chunks.choose_tiles,
     ):  # fmt: skip
         cached.cache_clear()
@@ -205,7 +205,7 @@ def sliced(steps: Sequence[int], across: int = 1, only: int = 0) -> list[list[in
 def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[list[int]]:
     """Return tiles for few rows times 16-bit floats: the rule's, then others. may_split: whether the kernel may split
     'in'."""
-    first = numbers(few_rows._choose(out, in_, 2, gpu.sms))
+    first = numbers(few_tokens._choose(out, in_, 2, gpu.sms))
     if in_ < 2048:
         others = [[16, 64, 4, 10], [16, 64, 2, 10], [32, 64, 4, 10], [64, 64, 4, 6]]
         others += [[16, 128, 4, 13], [32, 128, 4, 13]] * (in_ % 128 == 0)
@@ -227,7 +227,7 @@ def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[li
 def coded_tiles(out: int, in_: int, step: int, form: str, gpu: Gpu, may_split: bool = True) -> list[list[int]]:
     """Return tiles for few rows times codes. step: columns of a tile, set by the format. form: its name in the
     tables."""
-    rule = few_rows._choose_coded(out, in_, step, 2, gpu.sms, "offset" in form)
+    rule = few_tokens._choose_coded(out, in_, step, 2, gpu.sms, "offset" in form)
     splits = sorted({1, 2, 4, rule.split}) if may_split else [1]
     found = [[64, step, 2, 6, k] for k in splits]
     found += [[n, step, w, s, k] for n, w in FEW for s in (3, 6) for k in splits[-2:]]
@@ -395,14 +395,14 @@ def search_matrices(search: TileSearch, family: Family, device: torch.device, dt
         return _times(launch, list(ROWS), members)
 
     weights = list(ROWS.values())
-    search.best(few_rows.KERNEL, family.form, family.shape, tried, measure, lambda: launch(1, first), weights)
+    search.best(few_tokens.KERNEL, family.form, family.shape, tried, measure, lambda: launch(1, first), weights)
     if not first.layout or family.kind == "norm_argmax":
         return
     for rows in WIDE_ROWS:
-        wide, shape = wide_tiles(first.layout.tile, rows), (out, in_, few_rows.block_rows(rows))
+        wide, shape = wide_tiles(first.layout.tile, rows), (out, in_, few_tokens.block_tokens(rows))
         run = _wide_launcher(_normal(rows, in_, device, dtype), out)
         timed = partial(_times, run, [rows], members)
-        search.best(few_rows.WIDE, family.form, shape, wide, timed, partial(run, rows, first))
+        search.best(few_tokens.WIDE, family.form, shape, wide, timed, partial(run, rows, first))
 
 
 Runner = Callable[[int, WeightTiles], Tensor]  # rows, weight
@@ -412,7 +412,7 @@ def _wide_launcher(x: Tensor, out: int) -> Runner:
     target = torch.empty(len(x), out, dtype=x.dtype, device=x.device)
 
     def launch(rows: int, weight: WeightTiles) -> Tensor:
-        few_rows.wide_linear(x[:rows], weight, target[:rows])
+        few_tokens.wide_linear(x[:rows], weight, target[:rows])
         return target
 
     return launch
@@ -421,17 +421,17 @@ def _wide_launcher(x: Tensor, out: int) -> Runner:
 def _launcher(family: Family, device: torch.device, dtype: torch.dtype) -> Runner:
     """Return a function that runs the family's kernel over so many rows; the first rows are always the same."""
     in_ = family.shape[1]
-    rows16 = _normal(few_rows.MOST_ROWS, in_, device, dtype)
+    rows16 = _normal(few_tokens.MOST_TOKENS, in_, device, dtype)
     norm = Norm(torch.ones(in_, dtype=dtype, device=device), 1e-6)
-    scaled, squares = few_rows.prepare(Normed(rows16, norm))
+    scaled, squares = few_tokens.prepare(Normed(rows16, norm))
 
     def launch(rows: int, weight: WeightTiles) -> Tensor:
         if family.kind == "linear":
-            return few_rows.linear(rows16[:rows], weight)
+            return few_tokens.linear(rows16[:rows], weight)
         normed = Normed(rows16[:rows], norm, scaled[:rows], squares[:rows])
         if family.kind == "norm_gated":
-            return few_rows.norm_gated(normed, weight, family.activation)
-        return few_rows.norm_argmax(normed, weight)
+            return few_tokens.norm_gated(normed, weight, family.activation)
+        return few_tokens.norm_argmax(normed, weight)
 
     return launch
 
@@ -482,7 +482,7 @@ def search_experts(search: TileSearch, group: list[Experts], device: torch.devic
     choices = 1 << (top_k - 1).bit_length()
     jobs = [(experts.ROW_DOWN, (*narrow, choices), few)] if few else []
     for rows in EXPERT_ROWS:
-        if rows <= few_rows.MOST_ROWS:
+        if rows <= few_tokens.MOST_TOKENS:
             jobs += [(experts.FEW_GATE_UP, (*wide, choices), [1, rows]), (experts.FEW_DOWN, (*narrow, choices), [rows])]
         else:
             size = experts.block_size(rows, top_k, count, coded)
@@ -494,7 +494,7 @@ def search_experts(search: TileSearch, group: list[Experts], device: torch.devic
         seen.add((kernel, key))
         matrix = first.gate_up if key[:2] == wide else first.down
         assert matrix.tiles
-        form, step = matrix.tiles.format, few_rows.step_of(matrix.tiles)
+        form, step = matrix.tiles.format, few_tokens.step_of(matrix.tiles)
         tried = expert_tiles(kernel, key, form, search.gpu, step, dtype.itemsize)
         cases = [_expert_launches(group, rows, device, dtype) for rows in each]
         search.best(kernel, matrix.tiles.format, key, tried, partial(_case_times, cases), cases[0][0])

@@ -87,16 +87,18 @@ def test_tritons_launches_are_seen_with_their_tiles(monkeypatch: pytest.MonkeyPa
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    from sparkdraft.kernels.cuda.linear import few_rows
+    from sparkdraft.kernels.cuda.linear import few_tokens
     from sparkdraft.weights.linear import WeightTiles
 
     for kind in (JITFunction, InterpretedFunction):  # no GPU: nothing runs
         monkeypatch.setattr(kind, "run", lambda *_, **__: None)
     watch = Watch()
     with _triton(watch):
-        few_rows.linear(torch.zeros(2, 64, dtype=torch.float16), WeightTiles(torch.zeros(48, 64, dtype=torch.float16)))
+        few_tokens.linear(
+            torch.zeros(2, 64, dtype=torch.float16), WeightTiles(torch.zeros(48, 64, dtype=torch.float16))
+        )
     assert len(watch.ran) == 1 and len(watch.ran[0].tile) == 4, "lines, columns, warps, stages"
-    few_rows.linear(torch.zeros(2, 64, dtype=torch.float16), WeightTiles(torch.zeros(48, 64, dtype=torch.float16)))
+    few_tokens.linear(torch.zeros(2, 64, dtype=torch.float16), WeightTiles(torch.zeros(48, 64, dtype=torch.float16)))
     assert len(watch.ran) == 1, "it ends with its block"
 
 

@@ -1,7 +1,7 @@
 """Quantised matrices that stay quantised on a GPU: how these kernels keep them, and their matmuls of many rows.
 
-up to 16 rows     few_rows.py, experts.py    fused with what stands around them
-up to MIDDLE      few_rows.wide_linear       the same sweep over blocks of 32 or 64 rows: weights become numbers in
+up to 16 rows     few_tokens.py, experts.py    fused with what stands around them
+up to MIDDLE      few_tokens.wide_linear       the same sweep over blocks of 32 or 64 rows: weights become numbers in
                                              registers, once per block
 more              a slice of the weight at a time is turned into floats of x's type, in a scratch small enough to
                   stay in the L2, and cuBLAS multiplies with it. Each weight is rounded once there
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkdraft.kernels.cuda.elementwise import run
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.linear.dequantise import STRIP, group_bytes, group_number, line_of_strip, plane, planes_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter
 from sparkdraft.weights.linear import (
@@ -48,8 +48,8 @@ class PlaneLinear(Linear):
         self.tiles: WeightTiles = tiles_of(planes, bias)
 
     def linear(self, x: Tensor) -> Tensor:
-        if 0 < x.shape[0] <= few_rows.MOST_ROWS:
-            return few_rows.linear(x, self.tiles)
+        if 0 < x.shape[0] <= few_tokens.MOST_TOKENS:
+            return few_tokens.linear(x, self.tiles)
         return self._multiply(x, x.dtype)
 
     def linear_float32(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class PlaneLinear(Linear):
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         if 0 < x.shape[0] <= MIDDLE:
-            few_rows.wide_linear(x, self.tiles, residual, add=True)
+            few_tokens.wide_linear(x, self.tiles, residual, add=True)
         elif x.shape[0]:
             self._by_slices(residual, x, add=True)
 
@@ -69,7 +69,7 @@ class PlaneLinear(Linear):
         if x.shape[0] > MIDDLE:
             self._by_slices(out, x, add=False)
         elif x.shape[0]:
-            few_rows.wide_linear(x, self.tiles, out)
+            few_tokens.wide_linear(x, self.tiles, out)
         return out
 
     def _by_slices(self, out: Tensor, x: Tensor, add: bool) -> None:

@@ -10,9 +10,9 @@ experts alone:
                                                          a program per block and strip of gate_up, one of down, and a
                                                          third kernel that adds up the results of each row
 
-As in few_rows.py a weight is the dot's left side and pairs are its right, padded to 8 at least. An expert's lines are
-read once per block; blocks of an expert run side by side, so memory is read once where there are several. In batches
-of up to few_rows.MOST_ROWS rows of a 16 bit type, a row's result is the same to the bit whatever rows lie beside it:
+As in few_tokens.py a weight is the dot's left side and pairs are its right, padded to 8 at least. An expert's lines are
+read once per block. In batches of up to MOST_TOKENS tokens of a 16 bit type, a token's result is the same to the bit
+in any batch:
 
     gate_up      one kernel with one tile serves both ways; a pair's column of a dot does not depend on the others
     down         both ways run the same tensor core instruction (`_same_instruction`) over the same slices of 'in',
@@ -36,8 +36,8 @@ from torch import Tensor
 
 from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.elementwise import rms_norm
-from sparkdraft.kernels.cuda.linear import few_rows
-from sparkdraft.kernels.cuda.linear.few_rows import (
+from sparkdraft.kernels.cuda.linear import few_tokens
+from sparkdraft.kernels.cuda.linear.few_tokens import (
     Tile,
     check_gain,
     check_weight,
@@ -45,7 +45,7 @@ from sparkdraft.kernels.cuda.linear.few_rows import (
     fit_stages,
     load_squares,
     norm_scale,
-    padded_rows,
+    padded_tokens,
     parts_of,
     prepare,
     runs_wgmma,
@@ -63,7 +63,7 @@ from sparkdraft.weights.linear import ExpertLinear, WeightTiles
 SPARSE = 4  # pairs are taken one by one where there are this many experts for each
 SUM_BLOCK = 512  # columns that a program of the sum takes
 GATE_UP, DOWN, ROW_DOWN = "experts_gate_up", "experts_down", "experts_row_down"  # in the tables of tuned tiles
-FEW_GATE_UP, FEW_DOWN = "experts_few_gate_up", "experts_few_down"  # of up to few_rows.MOST_ROWS rows
+FEW_GATE_UP, FEW_DOWN = "experts_few_gate_up", "experts_few_down"  # of up to few_tokens.MOST_TOKENS rows
 FEW = (FEW_GATE_UP, FEW_DOWN, ROW_DOWN)  # whose tiles are kept by a row's choices; others by the pairs of a block
 
 
@@ -266,13 +266,13 @@ class Launch:
 
 def one_by_one(rows: int, top_k: int, experts: int) -> bool:
     """Whether pairs are taken one by one."""
-    return rows <= few_rows.MOST_ROWS and SPARSE * rows * top_k <= experts
+    return rows <= few_tokens.MOST_TOKENS and SPARSE * rows * top_k <= experts
 
 
 def block_size(rows: int, top_k: int, experts: int, coded: bool = False) -> int:
     """Pairs in a block: about twice what an expert has, so that most have one; 16 where rows are few. Of coded weights
     64 at most: their tiles are wide, and so are those of x."""
-    if rows <= few_rows.MOST_ROWS:
+    if rows <= few_tokens.MOST_TOKENS:
         return 16
     share = rows * top_k / experts
     return next((size for size, most in ((16, 8), (32, 16), (64, 96)) if share <= most), 64 if coded else 128)
@@ -287,7 +287,7 @@ def choose(kernel: str, shape: tuple[int, ...], itemsize: int, step: int = 0, li
     if like:
         return Tile(16, like.block_k, like.slices, 4, 1, like.slices)
     if kernel in (FEW_GATE_UP, FEW_DOWN):
-        size = few_rows.MOST_ROWS
+        size = few_tokens.MOST_TOKENS
     if step:
         if kernel == ROW_DOWN:
             return Tile(max(64 // size, 8), step, 2, 6)
@@ -304,7 +304,7 @@ def choose(kernel: str, shape: tuple[int, ...], itemsize: int, step: int = 0, li
 
 def _same_instruction(tile: Tile, lines: int, gpu: Gpu, coded: bool = False) -> bool:
     """Where a GPU has wgmma, whose sums may differ from mma.sync's in the last bit, all tiles of few rows run it for
-    floats, and none for codes (few_rows._choose_coded) or slices."""
+    floats, and none for codes (few_tokens._choose_coded) or slices."""
     return not gpu.wgmma or tile.slices > 1 or runs_wgmma(lines, tile.warps, gpu) != coded
 
 
@@ -313,7 +313,7 @@ def tile_keys(gate_up: ExpertLinear, down: ExpertLinear, top_k: int, most_rows: 
     if gate_up.tiles is None or down.tiles is None:
         return []
     count, coded, choices = gate_up.count, gate_up.tiles.layout is not None, triton.next_power_of_2(top_k)
-    few = range(1, min(most_rows, few_rows.MOST_ROWS) + 1)
+    few = range(1, min(most_rows, few_tokens.MOST_TOKENS) + 1)
     blocks = {block_size(rows, top_k, count, coded) for rows in range(few.stop, most_rows + 1)}
     kinds = [(GATE_UP, gate_up.tiles, blocks), (DOWN, down.tiles, blocks), (FEW_GATE_UP, gate_up.tiles, {choices})]
     kinds.append((ROW_DOWN, down.tiles, {choices}))  # the strips and slices of FEW_DOWN are those of this tile too
@@ -351,7 +351,9 @@ def _launch(
     tile = find_tile(kernel, (*shape, size), format_, x_bytes, gpu, step)
     assert not step or tile.block_k == step, f"a tile of {format_} has {step} columns, not {tile.block_k}"
     assert tile.split == 1, (kernel, shape, tile)
-    across, columns = (size, MOST_CHOICES) if kernel == ROW_DOWN else (1, few_rows.MOST_ROWS if kernel in FEW else size)
+    across, columns = (
+        (size, MOST_CHOICES) if kernel == ROW_DOWN else (1, few_tokens.MOST_TOKENS if kernel in FEW else size)
+    )
     lines = across * tile.block_n
     assert x_bytes == 4 or kernel not in FEW or _same_instruction(tile, lines, gpu, step > 0), (kernel, shape, tile)
     out, pair = shape[0], 2 if kernel in (GATE_UP, FEW_GATE_UP) else 1
@@ -403,33 +405,33 @@ class _Weight:
 
 def _padded(most: int, size: int, tile: Tile, x: Tensor) -> int:
     """Columns of a dot over blocks of 'size' pairs, of which none has more than 'most'."""
-    if size > few_rows.MOST_ROWS:
+    if size > few_tokens.MOST_TOKENS:
         return size
-    return padded_rows(most, tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
+    return padded_tokens(most, tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
 
 
 def _few_or(many: str, few: str, size: int, rows: int, top_k: int) -> tuple[str, int]:
     """Which kernel runs, and by which size its tiles are kept."""
-    return (few, triton.next_power_of_2(top_k)) if rows <= few_rows.MOST_ROWS else (many, size)
+    return (few, triton.next_power_of_2(top_k)) if rows <= few_tokens.MOST_TOKENS else (many, size)
 
 
 def run_gate_up(
     normed: Normed, routing: Routing, gate_up: ExpertLinear, blocks: Blocks | None, activation: Activation
 ) -> Tensor:  # [pairs, inter]
     rows, top_k = routing.ids.shape
-    if rows <= few_rows.MOST_ROWS:
+    if rows <= few_tokens.MOST_TOKENS:
         x, squares = prepare(normed)
         norm = parts_of(squares)
     else:
         x, squares, norm = rms_norm(normed.x, *normed.norm), None, {"PARTS": 0, "BLOCK_P": 1}
     weight, pairs = _Weight.of(gate_up, x), rows * top_k
-    size, programs = (blocks.size, blocks.most) if blocks else (few_rows.MOST_ROWS, pairs)
+    size, programs = (blocks.size, blocks.most) if blocks else (few_tokens.MOST_TOKENS, pairs)
     launch, options = weight.launch(*_few_or(GATE_UP, FEW_GATE_UP, size, rows, top_k), programs, x)
     order, table = (blocks.order, blocks.table) if blocks else (None, None)
     inter, tile = weight.shape[0] // 2, launch.tile
     assert weight.shape == (2 * inter, x.shape[1]) and x.stride(1) == 1, (weight.shape, x.shape, x.stride())
     out = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
-    few_rows.run_kernel(
+    few_tokens.run_kernel(
         _gate_up, (programs, launch.strips), x, squares, *weight.arguments, routing.ids, order, table, out,
         x.stride(0), normed.norm.eps, ACT=activation.kind, LIMIT=activation.limit, INTER=inter, TOP_K=top_k, **norm,
         BLOCK_M=_padded(rows if blocks else 1, size, tile, x), BLOCK_N=tile.block_n, **options,
@@ -444,7 +446,7 @@ def run_down(
     launch, options = weight.launch(*_few_or(DOWN, FEW_DOWN, blocks.size, rows, len(x) // rows), blocks.most, x)
     tile = launch.tile
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    few_rows.run_kernel(
+    few_tokens.run_kernel(
         _down, (blocks.most, launch.strips), x, *weight.arguments, blocks.order, blocks.table, out,
         OUT=weight.shape[0], BLOCK_M=_padded(rows, blocks.size, tile, x), BLOCK_N=tile.block_n, **options,
     )  # fmt: skip
@@ -461,7 +463,7 @@ class _Target:
         self.strip, self.strips = strip, strips
         if then is None:
             self.out = torch.empty((rows, dim), dtype=x.dtype, device=x.device)
-        elif rows <= few_rows.MOST_ROWS:
+        elif rows <= few_tokens.MOST_TOKENS:
             check_gain(then.gain, dim, x.dtype)
             self.gain = then.gain
             self.scaled = torch.empty((rows, dim), dtype=x.dtype, device=x.device)
@@ -482,8 +484,8 @@ def run_row_down(x: Tensor, routing: Routing, down: ExpertLinear, residual: Tens
     launch, options = weight.launch(ROW_DOWN, choices, rows, x)
     tile = launch.tile
     target = _Target(rows, tile.block_n, launch.strips, x, residual, then)
-    columns = padded_rows(top_k, choices * tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
-    few_rows.run_kernel(
+    columns = padded_tokens(top_k, choices * tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
+    few_tokens.run_kernel(
         _row_down, (rows, launch.strips), x, *weight.arguments, routing.ids, routing.weights,
         *target.arguments, **target.constants, TOP_K=top_k, BLOCK_C=choices, COLUMNS=columns, **options,
     )  # fmt: skip
@@ -496,7 +498,7 @@ def run_sum(parts: Tensor, routing: Routing, down: ExpertLinear, residual: Tenso
     dim, on = residual.shape[1], pdl.active(parts.device)
     launch, _ = _Weight.of(down, residual).launch(ROW_DOWN, triton.next_power_of_2(top_k), rows, residual)
     target = _Target(rows, launch.tile.block_n, launch.strips, residual, residual, then)
-    few_rows.run_kernel(
+    few_tokens.run_kernel(
         _sum, (rows, triton.cdiv(dim, SUM_BLOCK)), parts, routing.weights, *target.arguments, **target.constants,
         TOP_K=top_k, BLOCK=SUM_BLOCK, PDL=on, num_warps=4, **pdl.options(on),
     )  # fmt: skip
@@ -518,7 +520,7 @@ def _experts(
     inside = run_gate_up(normed, routing, gate_up, blocks, activation)
     if blocks is None:
         return run_row_down(inside, routing, down, residual, then)
-    parts = run_down(inside, rows, down, blocks, torch.float32 if rows <= few_rows.MOST_ROWS else inside.dtype)
+    parts = run_down(inside, rows, down, blocks, torch.float32 if rows <= few_tokens.MOST_TOKENS else inside.dtype)
     return run_sum(parts, routing, down, residual, then)
 
 

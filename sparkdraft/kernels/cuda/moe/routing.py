@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkdraft.kernels.cuda.elementwise import run
-from sparkdraft.kernels.cuda.linear import few_rows
-from sparkdraft.kernels.cuda.linear.few_rows import load_squares, norm_scale
+from sparkdraft.kernels.cuda.linear import few_tokens
+from sparkdraft.kernels.cuda.linear.few_tokens import load_squares, norm_scale
 from sparkdraft.kernels.cuda.linear.matmul import norm_logits
 from sparkdraft.kernels.cuda.linear.sweep import sweep
 from sparkdraft.kernels.cuda.runtime.ending import counters, is_last, sum_columns
@@ -101,7 +101,7 @@ def _route_few(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The router's matmul as few_rows.py cuts it; the last program of all adds up its parts, in order, and chooses."""
+    """The router's matmul as few_tokens.py cuts it; the last program adds up all parts, in order, and chooses."""
     enter(PDL)
     strip, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     line = strip * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -140,7 +140,7 @@ def norm_route(
     assert scale is None or scale.dtype == torch.float32, scale.dtype
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
     made = Routing(ids, torch.empty((rows, top_k), dtype=torch.float32, device=device))
-    if ROUTE_FEW and router.tiles and 0 < rows <= few_rows.MOST_ROWS:
+    if ROUTE_FEW and router.tiles and 0 < rows <= few_tokens.MOST_TOKENS:
         sizes = _constants(router.tiles.shape[0], top_k, renormalise)
         _run_route_few(normed, router.tiles, scale, live, made, sizes)
     elif rows:
@@ -168,14 +168,14 @@ def _run_route_few(
     made: Routing,
     sizes: dict[str, object],
 ) -> None:
-    x, squares = few_rows.prepare(normed)
-    launch, options = few_rows.start(x, router)
+    x, squares = few_tokens.prepare(normed)
+    launch, options = few_tokens.start(x, router)
     split, device = launch.tile.split, x.device
-    sums = torch.empty((split, few_rows.MOST_ROWS, router.shape[0]), dtype=torch.float32, device=device)
-    few_rows.run_kernel(
+    sums = torch.empty((split, few_tokens.MOST_TOKENS, router.shape[0]), dtype=torch.float32, device=device)
+    few_tokens.run_kernel(
         _route_few, (launch.programs * split,), x, squares, router.codes, router.scale, router.offset,
         router.row_scale, router.bias, scale, live, *made, sums, counters(device), x.shape[0], x.stride(0),
-        normed.norm.eps, **sizes, **few_rows.parts_of(squares), SPLIT=split, **options,
+        normed.norm.eps, **sizes, **few_tokens.parts_of(squares), SPLIT=split, **options,
     )  # fmt: skip
 
 

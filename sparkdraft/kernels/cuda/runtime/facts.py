@@ -12,7 +12,7 @@ import torch
 
 from sparkdraft.core import Fact
 from sparkdraft.kernels.cuda.attention import paged
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
@@ -33,7 +33,7 @@ def facts(asked: KernelShapes, device: torch.device) -> list[Fact]:
 
 def tile_keys(asked: KernelShapes) -> dict[str, set[Key]]:
     """By the fact's name, all that the model's launches look up."""
-    matrices = {key for each in asked.matrices for key in few_rows.tile_keys(each)}
+    matrices = {key for each in asked.matrices for key in few_tokens.tile_keys(each)}
     of_experts = {key for each in asked.experts for key in experts.tile_keys(*each, asked.most_rows)}
     of_attention = {key for dim in asked.head_dims for key in paged.tile_keys(dim, asked.itemsize)}
     recurrent: set[Key] = set()

@@ -1,7 +1,7 @@
 """The largest number of each of many rows, and how far it stands above the rest (`largest_gap`, `best_gap`).
 
 A row is read once by as many programs as fill the GPU; a second kernel takes the best of their bests. Torch's own
-argmax leaves most of the GPU idle. Few rows never have their logits written (linear/few_rows.py). The logarithm of a
+argmax leaves most of the GPU idle. Few rows never have their logits written (linear/few_tokens.py). The logarithm of a
 sum needs a second pass, because only what comes near the largest counts; the numbers are in the L2 cache by then.
 """
 

@@ -1,4 +1,4 @@
-"""Tunes and times the matmuls of few rows (kernels/cuda/linear/few_rows.py) against cuBLAS and the memory's speed.
+"""Tunes and times the matmuls of few rows (kernels/cuda/linear/few_tokens.py) against cuBLAS and the memory's speed.
 
 Every figure is a replayed CUDA graph of launches over copies of the weight that exceed the L2 together; bytes are the
 weight's, shown as a share of a measured copy. One tile must serve all numbers of rows, so the best is chosen over all
@@ -7,11 +7,11 @@ without overlap (pdl.py) and as cuBLAS with the small kernels around it. The til
 (kernels/cuda/runtime/tuned), which later runs on this machine use, or into the one that --out names. It ends in a
 line of JSON.
 
-    python tools/cuda_few_rows.py            about a minute on an H200, a third of it compiling
-    python tools/cuda_few_rows.py --out sparkdraft/kernels/cuda/runtime/tuned/sm_90.json    for everybody
-    python tools/cuda_few_rows.py --quick    the tiles of the table alone, and fewer rows: about 20 seconds
-    python tools/cuda_few_rows.py --only Gemma,gpt    chosen shapes: seconds
-    python tools/cuda_few_rows.py --dry      tiny shapes in Triton's interpreter: whether the script itself works
+    python tools/cuda_few_tokens.py            about a minute on an H200, a third of it compiling
+    python tools/cuda_few_tokens.py --out sparkdraft/kernels/cuda/runtime/tuned/sm_90.json    for everybody
+    python tools/cuda_few_tokens.py --quick    the tiles of the table alone, and fewer rows: about 20 seconds
+    python tools/cuda_few_tokens.py --only Gemma,gpt    chosen shapes: seconds
+    python tools/cuda_few_tokens.py --dry      tiny shapes in Triton's interpreter: whether the script itself works
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import SILU, Norm, Normed
@@ -135,8 +135,8 @@ class Weights:
 def prepared(x: Tensor, norm: Norm) -> Normed:
     """As an add_linear leaves it: with a part of the squares for each of its programs."""
     width = x.shape[1]
-    scaled, squares = few_rows.prepare(Normed(x, norm))
-    parts = few_rows._launch((width, width), FORMAT, 8 * DTYPE.itemsize, DTYPE.itemsize, 1, GPU).programs
+    scaled, squares = few_tokens.prepare(Normed(x, norm))
+    parts = few_tokens._launch((width, width), FORMAT, 8 * DTYPE.itemsize, DTYPE.itemsize, 1, GPU).programs
     return Normed(x, norm, scaled, (squares / parts).repeat(1, parts))
 
 
@@ -152,14 +152,14 @@ def ours(shape: Shape, inputs: Inputs, matrix: Tensor) -> list[Tensor]:
     """All that a launch writes."""
     weight = WeightTiles(matrix)
     if shape.kind == "linear":
-        return [few_rows.linear(inputs.x, weight)]
+        return [few_tokens.linear(inputs.x, weight)]
     if shape.kind == "add_linear":
-        left = few_rows.add_linear(inputs.residual, inputs.x, weight, inputs.then)
+        left = few_tokens.add_linear(inputs.residual, inputs.x, weight, inputs.then)
         return [left.x, left.scaled, left.squares]
     kinds = {
-        "norm_linear": few_rows.norm_linear,
-        "norm_gated": few_rows.norm_gated,
-        "norm_argmax": few_rows.norm_argmax,
+        "norm_linear": few_tokens.norm_linear,
+        "norm_gated": few_tokens.norm_gated,
+        "norm_argmax": few_tokens.norm_argmax,
     }
     return [kinds[shape.kind](inputs.normed, weight)]
 
@@ -205,7 +205,7 @@ def tune(
 
     inputs, may_split = [Inputs(shape, count) for count in rows], shape.kind not in ("norm_gated", "norm_argmax")
     best = search.best(
-        few_rows.KERNEL, FORMAT, shape.key, float_tiles(shape.out, shape.in_, GPU, may_split), measure,
+        few_tokens.KERNEL, FORMAT, shape.key, float_tiles(shape.out, shape.in_, GPU, may_split), measure,
         lambda: [ours(shape, each, weights[0]) for each in (inputs[0], inputs[-1])], [ROWS[count] for count in rows],
         describe,
     )  # fmt: skip
@@ -242,9 +242,9 @@ class Layer:
         return Normed(residual, self.norm)
 
     def fused(self, normed: Normed) -> Normed:
-        qkv = few_rows.norm_linear(normed, self.qkv)
-        normed = few_rows.add_linear(normed.x, qkv[:, :HIDDEN], self.o, self.norm)
-        return few_rows.add_linear(normed.x, few_rows.norm_gated(normed, self.gate_up), self.down, self.norm)
+        qkv = few_tokens.norm_linear(normed, self.qkv)
+        normed = few_tokens.add_linear(normed.x, qkv[:, :HIDDEN], self.o, self.norm)
+        return few_tokens.add_linear(normed.x, few_tokens.norm_gated(normed, self.gate_up), self.down, self.norm)
 
 
 def make_layers(count: int) -> list[Layer]:

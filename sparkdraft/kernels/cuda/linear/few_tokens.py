@@ -42,8 +42,8 @@ from sparkdraft.kernels.cuda.runtime.pdl import enter
 from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed
 from sparkdraft.weights.linear import WeightTiles
 
-MOST_ROWS = 16
-EIGHT_ROWS, EIGHT_ROWS_OF_WGMMA = True, False  # switches of `padded_rows`
+MOST_TOKENS = 16
+EIGHT_ROWS, EIGHT_ROWS_OF_WGMMA = True, False  # switches of `padded_tokens`
 KERNEL, WIDE = "few_rows", "wide_rows"  # in the tables of tuned tiles
 
 
@@ -256,7 +256,7 @@ def runs_wgmma(lines: int, warps: int, gpu: Gpu, slices: int = 1) -> bool:
     return gpu.wgmma and lines >= 64 and warps % 4 == 0 and slices == 1
 
 
-def padded_rows(rows: int, lines: int, warps: int, gpu: Gpu, slices: int = 1) -> int:
+def padded_tokens(rows: int, lines: int, warps: int, gpu: Gpu, slices: int = 1) -> int:
     """Columns of the dot of few rows: 8 are the fewest that tensor cores take, and 16 serve all.
 
     Both are the same instruction, mma.sync over 8 columns, once or twice, so a row has the same bits. Where 16 are one
@@ -265,10 +265,10 @@ def padded_rows(rows: int, lines: int, warps: int, gpu: Gpu, slices: int = 1) ->
     """
     wide = runs_wgmma(lines, warps, gpu) or (gpu.tcgen05 and lines >= 64 and warps in (4, 8))
     eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not wide or slices > 1)  # batches of dots are mma.sync
-    return 8 if rows <= 8 and eight else MOST_ROWS
+    return 8 if rows <= 8 and eight else MOST_TOKENS
 
 
-def fit_stages(tile: Tile, programs: int, weight_bits: int, x_bytes: int, gpu: Gpu, rows: int = MOST_ROWS) -> int:
+def fit_stages(tile: Tile, programs: int, weight_bits: int, x_bytes: int, gpu: Gpu, rows: int = MOST_TOKENS) -> int:
     """Stages whose buffers fit beside those of the other programs that must share an SM to run all at once."""
     buffer = (tile.block_n * weight_bits // 8 + rows * x_bytes) * tile.block_k * tile.slices
     # wgmma reads from shared memory, so one more tile of each is held; mma.sync reads registers.
@@ -330,14 +330,14 @@ def step_of(weight: WeightTiles) -> int:
 def start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict[str, object]]:
     """Check what all functions have in common: the launch, and the constants and options that all kernels take."""
     rows, in_ = x.shape
-    assert 0 < rows <= MOST_ROWS, f"{rows} rows: these kernels take 1 to {MOST_ROWS}"
+    assert 0 < rows <= MOST_TOKENS, f"{rows} rows: these kernels take 1 to {MOST_TOKENS}"
     assert weight.shape[1] == in_ and weight.shape[0] % lines == 0, (x.shape, weight.shape, lines)
     check_weight(weight, x)
     launch = _launch(
         weight.shape, weight.format, weight.line_bits, x.element_size(), lines, gpu_of(x.device), step_of(weight)
     )
     tile = launch.tile
-    padded = padded_rows(rows, tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
+    padded = padded_tokens(rows, tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
     return launch, constants(weight, x) | _options(launch, padded, x.device)
 
 
@@ -358,7 +358,7 @@ def _run_linear(
     if split > 1:
         counts = counters(x.device)
         assert launch.programs <= MOST_GROUPS and blocks == 1, (launch.programs, blocks)
-        size = (launch.programs, split, launch.tile.block_n * MOST_ROWS)
+        size = (launch.programs, split, launch.tile.block_n * MOST_TOKENS)
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
     norm = {"PARTS": 0, "BLOCK_P": 1} if squares is None else parts_of(squares)
     run_kernel(
@@ -470,14 +470,14 @@ def norm_argmax(
 # More rows of a coded weight
 
 
-def block_rows(rows: int) -> int:
+def block_tokens(rows: int) -> int:
     """Rows of a block: as many as leave room in shared memory for several tiles of them."""
     return 32 if rows <= 32 else 64
 
 
 def tile_keys(weight: WeightTiles) -> list[tuned.Key]:
     """All that launches with this matrix look up."""
-    wide = {block_rows(rows) for rows in (MOST_ROWS + 1, 64)} if weight.layout else ()
+    wide = {block_tokens(rows) for rows in (MOST_TOKENS + 1, 64)} if weight.layout else ()
     return [
         tuned.Key(KERNEL, weight.format, weight.shape),
         *(tuned.Key(WIDE, weight.format, (*weight.shape, rows)) for rows in sorted(wide)),
@@ -496,7 +496,7 @@ def _wide_launch(
 
 def wide_linear(x: Tensor, weight: WeightTiles, out: Tensor, add: bool = False) -> None:
     """out [rows, out] = linear(x, weight), or is increased by it."""
-    (rows, in_), size = x.shape, block_rows(x.shape[0])
+    (rows, in_), size = x.shape, block_tokens(x.shape[0])
     assert rows > 0 and weight.layout and weight.shape[1] == in_ and out.stride(1) == 1, (x.shape, weight.shape)
     check_weight(weight, x)
     blocks = triton.cdiv(rows, size)

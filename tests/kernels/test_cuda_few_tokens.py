@@ -3,7 +3,7 @@
 Fresh outputs and scratch are poisoned, and a row alone must equal the same row in any batch to the bit. The last part
 needs no GPU: it compiles the launches of every named shape for sm_90 and sm_121 and reads from the result the tensor
 core instruction, shared memory and the order around the wait for the predecessor; speed is left to
-tools/cuda_few_rows.py.
+tools/cuda_few_tokens.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.runtime import pdl
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu
 from sparkdraft.kernels.cuda.runtime.tuned import measured
@@ -88,8 +88,8 @@ each_case = pytest.mark.parametrize("rows, out, in_, dtype", list(dict.fromkeys(
 def test_linear(rows: int, out: int, in_: int, dtype: torch.dtype) -> None:
     x, weight, bias = strided(rows, in_, dtype), randn(out, in_, dtype=dtype), randn(out, dtype=dtype)
     expected = x.double() @ weight.double().t()
-    assert_close(few_rows.linear(x, WeightTiles(weight)), expected, dtype)
-    assert_close(few_rows.linear(x, WeightTiles(weight, bias=bias)), expected + bias.double(), dtype)
+    assert_close(few_tokens.linear(x, WeightTiles(weight)), expected, dtype)
+    assert_close(few_tokens.linear(x, WeightTiles(weight, bias=bias)), expected + bias.double(), dtype)
 
 
 @gpu
@@ -99,8 +99,8 @@ def test_norm_linear(rows: int, out: int, in_: int, dtype: torch.dtype) -> None:
     x *= 7
     for normed in both_ways(x, randn(in_, dtype=dtype)):
         expected = exact_norm(normed) @ weight.double().t()
-        assert_close(few_rows.norm_linear(normed, WeightTiles(weight)), expected, dtype)
-        wide = few_rows.norm_linear(normed, WeightTiles(weight, bias=bias), dtype=torch.float32)
+        assert_close(few_tokens.norm_linear(normed, WeightTiles(weight)), expected, dtype)
+        wide = few_tokens.norm_linear(normed, WeightTiles(weight, bias=bias), dtype=torch.float32)
         assert wide.dtype == torch.float32
         assert_close(wide.to(dtype), expected + bias.double(), dtype)
 
@@ -115,7 +115,7 @@ def test_norm_gated(rows: int, out: int, in_: int, dtype: torch.dtype) -> None:
     for normed in both_ways(x, gain):
         both = exact_norm(normed) @ weight.double().t()
         expected = torch.nn.functional.silu(both[:, :inter]) * both[:, inter:]
-        assert_close(few_rows.norm_gated(normed, WeightTiles(weight)), expected, dtype, factors=2)
+        assert_close(few_tokens.norm_gated(normed, WeightTiles(weight)), expected, dtype, factors=2)
 
 
 @gpu
@@ -130,13 +130,13 @@ def test_other_gates_and_gains_of_another_type(activation: Activation) -> None:
         ):
             both = exact_norm(normed) @ weight.double().t()
             expected = reference.gated(both.float(), activation).double()
-            assert_close(few_rows.norm_gated(normed, WeightTiles(weight), activation), expected, dtype, factors=2)
+            assert_close(few_tokens.norm_gated(normed, WeightTiles(weight), activation), expected, dtype, factors=2)
 
 
 def check_prepared(normed: Normed) -> None:
     """What a norm needs of its stream: x * gain, rounded once, and the squares of x as it was rounded."""
     x, dtype = normed.x.double(), normed.x.dtype
-    scaled, squares = few_rows.prepare(normed)
+    scaled, squares = few_tokens.prepare(normed)
     assert scaled.dtype == dtype and squares.dtype == torch.float32
     assert torch.equal(scaled, (x * normed.norm.gain.double()).to(dtype))
     torch.testing.assert_close(squares.double().sum(1), x.square().sum(1), rtol=1e-5, atol=0)
@@ -159,12 +159,14 @@ def test_add_linear_and_what_it_leaves_for_the_norm(rows: int, out: int, in_: in
         expected = residual[:rows].double() + x.double() @ weight.double().t()
         if added is not None:
             expected += added.double()
-        normed = few_rows.add_linear(residual[:rows], x, WeightTiles(weight, bias=added), then)
+        normed = few_tokens.add_linear(residual[:rows], x, WeightTiles(weight, bias=added), then)
         assert_close(residual[:rows], expected, dtype)
         assert normed.x.data_ptr() == residual.data_ptr() and normed.norm is then
         assert normed.scaled is not None and normed.squares is not None, "its reader would prepare it again"
         check_prepared(normed)
-        assert_close(few_rows.norm_linear(normed, WeightTiles(reader)), exact_norm(normed) @ reader.double().t(), dtype)
+        assert_close(
+            few_tokens.norm_linear(normed, WeightTiles(reader)), exact_norm(normed) @ reader.double().t(), dtype
+        )
     assert torch.equal(residual[rows], untouched), "wrote past the rows"
 
 
@@ -174,8 +176,8 @@ def test_norm_argmax_is_that_of_the_float32_logits(rows: int, out: int, in_: int
     x, gain, weight = strided(rows, in_, dtype), randn(in_, dtype=dtype), randn(out, in_, dtype=dtype)
     weight[out // 3 :: out // 3] = weight[0]  # ties between programs
     for normed in both_ways(x, gain):
-        logits = few_rows.norm_linear(normed, WeightTiles(weight), dtype=torch.float32)
-        got = few_rows.norm_argmax(normed, WeightTiles(weight))
+        logits = few_tokens.norm_linear(normed, WeightTiles(weight), dtype=torch.float32)
+        got = few_tokens.norm_argmax(normed, WeightTiles(weight))
         assert got.dtype == torch.int64
         assert got.tolist() == logits.cpu().numpy().argmax(1).tolist()  # numpy's takes the lowest of equals
 
@@ -192,7 +194,7 @@ def test_argmax_ties_and_nan(out: int) -> None:
     x[1] = -x[1]
     x[4] = float("nan")
     x[5] = 0  # all logits are equal
-    got = few_rows.norm_argmax(Normed(x, Norm(gain, EPS)), WeightTiles(weight)).tolist()
+    got = few_tokens.norm_argmax(Normed(x, Norm(gain, EPS)), WeightTiles(weight)).tolist()
     assert (got[0], got[2]) == (7, 7)
     assert got[1] not in (3, 7, 21, 35)
     assert got[4:] == [0, 0]
@@ -219,18 +221,18 @@ class Problem:
     def run(self, kind: str, x: Tensor, at: slice, written: bool) -> Tensor:
         """written: a norm reads what add_linear has made of x, not x as it is."""
         if kind == "linear":
-            return few_rows.linear(x, self.weight)
+            return few_tokens.linear(x, self.weight)
         if kind == "add_linear":
-            left = few_rows.add_linear(self.residual[at].clone(), x, self.weight, self.then)
+            left = few_tokens.add_linear(self.residual[at].clone(), x, self.weight, self.then)
             return torch.cat([left.x.float(), left.scaled.float(), left.squares], 1)
         normed = Normed(x, self.norm)
         if written:
-            normed = few_rows.add_linear(x.clone(), x[:, :64], WeightTiles(self.writer), self.norm)
+            normed = few_tokens.add_linear(x.clone(), x[:, :64], WeightTiles(self.writer), self.norm)
         if kind == "norm_gated":
-            return few_rows.norm_gated(normed, self.weight)
+            return few_tokens.norm_gated(normed, self.weight)
         if kind == "norm_argmax":
-            return few_rows.norm_argmax(normed, self.weight)
-        return few_rows.norm_linear(normed, self.weight, dtype=torch.float32 if kind == "logits" else None)
+            return few_tokens.norm_argmax(normed, self.weight)
+        return few_tokens.norm_linear(normed, self.weight, dtype=torch.float32 if kind == "logits" else None)
 
 
 def has_norm(kind: str) -> bool:
@@ -280,7 +282,7 @@ def check_padding(
     for written in (False, True)[: 1 + has_norm(kind)]:
         found = []
         for eight in (True, False):
-            monkeypatch.setattr(few_rows, "EIGHT_ROWS", eight)
+            monkeypatch.setattr(few_tokens, "EIGHT_ROWS", eight)
             found.append(problem.run(kind, x, at, written))
         assert not found[0].isnan().any() and torch.equal(*found), f"{kind}{' after add_linear' * written}"
 
@@ -306,14 +308,14 @@ def test_a_row_of_a_named_shape_does_not_depend_on_its_padding(
 
 
 def test_rows_are_padded_to_what_their_instruction_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper, spark, padded = GPUS[90], GPUS[121], few_rows.padded_rows
+    hopper, spark, padded = GPUS[90], GPUS[121], few_tokens.padded_tokens
     blackwell = Gpu(10, 0, 148)  # of a data centre: 16 columns are a tcgen05.mma, and 8 an mma.sync
     assert [padded(1, *tile, blackwell) for tile in ((64, 4), (128, 8), (64, 2), (32, 4))] == [16, 16, 8, 8]
     assert [padded(rows, 64, 2, hopper) for rows in (1, 8, 9, 16)] == [8, 8, 16, 16]
     assert (padded(1, 64, 4, hopper), padded(1, 32, 4, hopper), padded(1, 64, 4, spark)) == (16, 8, 8)
-    monkeypatch.setattr(few_rows, "EIGHT_ROWS_OF_WGMMA", True)
+    monkeypatch.setattr(few_tokens, "EIGHT_ROWS_OF_WGMMA", True)
     assert padded(1, 64, 4, hopper) == 8
-    monkeypatch.setattr(few_rows, "EIGHT_ROWS", False)
+    monkeypatch.setattr(few_tokens, "EIGHT_ROWS", False)
     assert padded(1, 64, 4, hopper) == padded(1, 16, 4, spark) == 16
 
 
@@ -347,9 +349,9 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
         residual = start.clone()
         normed = Normed(residual, layers[-1][0])
         for norm, square, gate_up, down in layers:
-            normed = few_rows.add_linear(residual, few_rows.norm_linear(normed, square), square, norm)
-            normed = few_rows.add_linear(residual, few_rows.norm_gated(normed, gate_up), down, norm)
-        return residual, few_rows.norm_argmax(normed, head)
+            normed = few_tokens.add_linear(residual, few_tokens.norm_linear(normed, square), square, norm)
+            normed = few_tokens.add_linear(residual, few_tokens.norm_gated(normed, gate_up), down, norm)
+        return residual, few_tokens.norm_argmax(normed, head)
 
     monkeypatch.setattr(pdl, "ENABLED", False)
     expected = chain()
@@ -373,14 +375,14 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_in_flight_fit_into_shared_memory(capability: int, itemsize: int) -> None:
-    """As few_rows estimates it; the compiles below measure it, but only where a compiler runs."""
+    """As few_tokens estimates it; the compiles below measure it, but only where a compiler runs."""
     target = GPUS[capability]
     for out, in_ in [*NAMED, (128, 64), (5000, 5000), (200, 77)]:
         for lines in (1, 2):
-            launch = few_rows._launch((out, in_), f"{8 * itemsize}bit", 8 * itemsize, itemsize, lines, target)
+            launch = few_tokens._launch((out, in_), f"{8 * itemsize}bit", 8 * itemsize, itemsize, lines, target)
             columns = launch.tile.block_n // lines
             assert (launch.programs - 1) * columns < out // lines <= launch.programs * columns
-            buffer = (launch.tile.block_n + few_rows.MOST_ROWS) * launch.tile.block_k * itemsize
+            buffer = (launch.tile.block_n + few_tokens.MOST_TOKENS) * launch.tile.block_k * itemsize
             assert 3 <= launch.stages <= launch.tile.stages, "two tiles in flight at least"
             beside = 1 + (launch.programs > target.sms)
             assert (launch.stages - 1) * buffer * beside <= target.shared, (out, in_, launch)
@@ -391,10 +393,10 @@ def test_choices_for_other_shapes_fill_the_gpu() -> None:
     assert set(NAMED) <= set(tiles)
     for out, in_ in NAMED:
         assert in_ % tiles[out, in_][1] == 0, "a named shape needs no masks"
-    assert few_rows._choose(4096, 4096, 2, 132).block_n == 64
-    assert few_rows._choose(3072, 4096, 2, 132).block_n == 32
-    assert few_rows._choose(576, 576, 2, 132).block_n == 16
-    assert few_rows._choose(24576, 4096, 4, 132).block_n == 32
+    assert few_tokens._choose(4096, 4096, 2, 132).block_n == 64
+    assert few_tokens._choose(3072, 4096, 2, 132).block_n == 32
+    assert few_tokens._choose(576, 576, 2, 132).block_n == 16
+    assert few_tokens._choose(24576, 4096, 4, 132).block_n == 32
 
 
 @pytest.mark.parametrize("rows", [0, 17])
@@ -402,21 +404,21 @@ def test_too_few_and_too_many_rows_are_refused(rows: int) -> None:
     x, weight, norm = torch.zeros(rows, 64), torch.zeros(48, 64), Norm(torch.zeros(64), EPS)
     normed = Normed(x, norm, x, torch.zeros(rows, 1))
     for call in (
-        lambda: few_rows.linear(x, WeightTiles(weight)),
-        lambda: few_rows.norm_linear(normed, WeightTiles(weight)),
-        lambda: few_rows.norm_gated(normed, WeightTiles(weight)),
-        lambda: few_rows.norm_argmax(normed, WeightTiles(weight)),
-        lambda: few_rows.add_linear(torch.zeros(rows, 48), x, WeightTiles(weight), Norm(torch.zeros(48), EPS)),
+        lambda: few_tokens.linear(x, WeightTiles(weight)),
+        lambda: few_tokens.norm_linear(normed, WeightTiles(weight)),
+        lambda: few_tokens.norm_gated(normed, WeightTiles(weight)),
+        lambda: few_tokens.norm_argmax(normed, WeightTiles(weight)),
+        lambda: few_tokens.add_linear(torch.zeros(rows, 48), x, WeightTiles(weight), Norm(torch.zeros(48), EPS)),
     ):
         with pytest.raises(AssertionError, match=f"{rows} rows: these kernels take 1 to 16"):
             call()
 
 
-BY_ROW = (few_rows._prepare, few_rows._pick)  # one program a row, and no weight
+BY_ROW = (few_tokens._prepare, few_tokens._pick)  # one program a row, and no weight
 
 
-def few_rows_step(kind: str, out: int, in_: int, dtype: torch.dtype, rows: int, written: bool) -> None:
-    """One function of few_rows.py, on tensors without memory."""
+def few_tokens_step(kind: str, out: int, in_: int, dtype: torch.dtype, rows: int, written: bool) -> None:
+    """One function of few_tokens.py, on tensors without memory."""
     problem = Problem(
         WeightTiles(empty(out, in_, dtype=dtype)), Norm(empty(in_, dtype=dtype), EPS), empty(in_, 64, dtype=dtype),
         Norm(empty(out, dtype=dtype), EPS), empty(16, out, dtype=dtype),
@@ -438,7 +440,7 @@ def test_rows_choose_nothing_of_a_launch(
         seen = []
         for rows in (1, 2, 8, 16):
             launches = captured_launches(
-                monkeypatch, capability, partial(few_rows_step, kind, out, in_, dtype, rows, written)
+                monkeypatch, capability, partial(few_tokens_step, kind, out, in_, dtype, rows, written)
             )
             assert all(launch.grid == (rows,) for launch in launches if launch.kernel in BY_ROW)
             grids = [launch.grid for launch in launches if launch.kernel not in BY_ROW]
@@ -457,7 +459,7 @@ def check_order(kernel: object, asm: dict[str, str]) -> None:
     assert ptx.count("griddepcontrol.wait") == 1 and "griddepcontrol.launch_dependents" not in ptx
     early = ptx[: ptx.index("griddepcontrol.wait")]
     assert not re.search(r"\bst\.global|cp\.async|\bbra\b|\bret;", early), early
-    if kernel is few_rows._prepare:  # its gain, a weight, is all that may be loaded ahead
+    if kernel is few_tokens._prepare:  # its gain, a weight, is all that may be loaded ahead
         head, body = ttir[ttir.index("tt.func") : ttir.index("griddepcontrol.wait")].split("\n", 1)
         names = re.findall(r"%(\w+): ", head)
         assert set(names) & set(re.findall(r"%(\w+)", body)) == {names[kernel.arg_names.index("gain")]}, body
@@ -472,7 +474,7 @@ def check_compiled(
     launches: list[Launch] = []
     for written in (False, True)[: 1 + has_norm(kind)]:
         for rows in (1, 16):
-            step = partial(few_rows_step, kind, out, in_, dtype, rows, written)
+            step = partial(few_tokens_step, kind, out, in_, dtype, rows, written)
             launches += captured_launches(monkeypatch, capability, step)
     instructions: dict[tuple[object, ...], set[str]] = {}
     for launch in launches:
