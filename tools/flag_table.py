@@ -53,12 +53,12 @@ def flags_header(server: Server) -> str:
 
 
 def flags_of(server: Server) -> str:
-    """What another server's flags are here. A bar would end a cell."""
-    rows = []
+    """What another server's flags are here; flags that have the same answer share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for flag in server.flags:
-        names = ", ".join(f"`{name}`" for name in flag.names)
-        rows.append(f"| {names} | {flag.ours or 'none'} | {flag.remark} |\n")
-    return flags_header(server) + "".join(rows)
+        rows.setdefault((flag.ours or "none", flag.remark), []).extend(f"`{name}`" for name in flag.names)
+    lines = [f"| {', '.join(names)} | {ours} | {remark} |\n" for (ours, remark), names in rows.items()]
+    return flags_header(server) + "".join(lines)
 
 
 def variables_table() -> str:
