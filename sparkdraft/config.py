@@ -50,7 +50,7 @@ class EngineConfig:
     )
     max_seqs: int = option(0, "maximum number of requests that run at once (0: automatic)", also="--max-num-seqs")
     max_step_tokens: int = option(
-        0, "maximum number of rows per step, prompt chunks and decode rows together (0: automatic)"
+        0, "maximum number of tokens per step, prompt chunks and decoded tokens together (0: automatic)"
     )
     max_step_ms: int = option(
         0,
@@ -192,6 +192,8 @@ def _typed(name: str, kind: str, value: Any) -> Any:
         raise UserError(f"{name} is {value!r}; it must be true or false")
     if kind == "str" and isinstance(value, PurePath | int):
         return str(value)
+    if name == "kv" and value == "auto":  # vLLM's word for a cache in the model's own type
+        return EXACT
     if name == "spec_depths" and isinstance(value, list | tuple):
         return ",".join(map(str, value))
     if kind == "str" and not isinstance(value, str):

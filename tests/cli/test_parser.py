@@ -41,6 +41,12 @@ def test_mistyped(typed: str, answer: str, capsys: pytest.CaptureFixture[str]) -
     assert answer in printed.err and printed.err.count("\n") == 1, printed.err
 
 
+def test_spellings_of_vllm_name_the_same_fields() -> None:
+    args = parser().parse_args(["serve", "--kv-cache-dtype", "auto", "--max-num-seqs", "3"])
+    config = EngineConfig.of(kv=args.kv, max_seqs=args.max_seqs)
+    assert (config.kv, config.max_seqs) == ("exact", 3)
+
+
 def test_text_that_looks_like_a_flag_is_text() -> None:
     args = parser().parse_args(["generate", "--prompt", "--dvice is no flag here", "--stop=--dvice"])
     assert args.prompt == "--dvice is no flag here" and args.stop == ["--dvice"]
