@@ -91,8 +91,6 @@ STEPS = [
     Step("tests-engine", 300, _pytest("engine", "cache", "drafters", "speculation", "models", "operate", processes=8)),
     Step("check-speed", 240, "bench check-speed --device cuda"),
     *_shapes(),
-    Step("switches-launches", 240, "tools/cuda_switches.py --only join,unit,route"),
-    Step("switches-eight", 240, "tools/cuda_switches.py --only eight"),
     Step("mtp", 120, "tools/cuda_mtp.py --limit 90"),
     Step(
         "depth-mtp", 150,

@@ -261,7 +261,7 @@ def padded_tokens(rows: int, lines: int, warps: int, gpu: Gpu, slices: int = 1) 
 
     Both are the same instruction, mma.sync over 8 columns, once or twice, so a row has the same bits. Where 16 are one
     wgmma, or one tcgen05.mma, Triton makes 8 of them an mma.sync, whose sums may differ in the last bit: there,
-    EIGHT_ROWS_OF_WGMMA decides (tools/cuda_switches.py compares bits and times). EIGHT_ROWS turns all off.
+    EIGHT_ROWS_OF_WGMMA decides. EIGHT_ROWS turns all off.
     """
     wide = runs_wgmma(lines, warps, gpu) or (gpu.tcgen05 and lines >= 64 and warps in (4, 8))
     eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not wide or slices > 1)  # batches of dots are mma.sync
