@@ -16,7 +16,7 @@ import time
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import AUTO
-from sparkdraft.operate.bench.accept import read_prompts
+from sparkdraft.operate.bench.prompts import read_prompts
 
 Timed = tuple[list[int], float, float]  # ids, seconds, seconds of processor time
 

@@ -96,14 +96,6 @@ STEPS = [
         "depth-mtp", 150,
         f"bench depth --shape qwen3.5-27b {DRAFTED.format('mtp', '4.9')} --concurrency 1,4 --output-len 192",
     ),
-    *(
-        Step(
-            f"cut-{cut}", 110,
-            f"bench offline --shape qwen3-30b-a3b {DRAFTED.format('qwen3-30b-a3b-dflash', '5.4')} --vary-blocks "
-            f"--spec auto --prompt-len 256 --output-len 1024 --concurrency 1,4 --cut {cut}",
-        )
-        for cut in ("off", "auto")
-    ),
     Step("assistant", 120, "tools/cuda_assistant.py --no-times"),
     Step(
         "depth-assistant", 150,

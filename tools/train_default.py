@@ -263,7 +263,7 @@ def main() -> None:
     _free_memory()
     if args.texts:
         add_texts(call, corpus, args.texts)
-    sizes = {"context": plan.context, "block_tokens": plan.block_tokens, "longest": plan.longest}
+    sizes = {"context": plan.context, "block_rows": plan.block_tokens, "longest": plan.longest}
     settings = FitSettings("smollm2", str(corpus), init=str(init), seed=args.seed, **sizes, **SETTINGS)
     call.note(corpus=about(Corpus(corpus)), settings=settings.as_dict())
     train(call, settings, int(earlier.get("checkpoint", {}).get("step", 0)), exporter(call, settings, Corpus(corpus)))

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers, streams_of
+from sparkdraft.cli.bench_offline import make_engine, numbers, streams_of
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import AUTO, UserError
 from sparkdraft.util.progress import SELDOM, progress
@@ -33,9 +33,6 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic-acceptance", type=float, metavar="LENGTH", help="tokens per step that the deepest draft commits"
     )
-    parser.add_argument("--vary-blocks", action="store_true", help=VARY)
-    parser.add_argument("--plot", default="", metavar="FILE", help="draw speed over plain by depth, as SVG")
-    parser.add_argument("--out", default="", metavar="FILE", help="write the JSON there too")
     add_engine_flags(parser, without=("prefix_cache", "ngram", "spec"))
 
 
@@ -44,15 +41,15 @@ def run(args: Namespace) -> int:
     _check(args)
     args.max_seqs = args.max_seqs or max(streams)
     args.kv_tokens = args.kv_tokens or (max(streams) * (2 * args.output_len + 1024) if args.shape else 0)
-    from sparkdraft.operate.bench.depth import DepthBench, panels, table
-    from sparkdraft.util.plot import svg
+    from sparkdraft.operate.bench.depth import DepthBench, table
+    from sparkdraft.operate.bench.synthetic import Acceptance
 
     engine, prompts, label = _engine(args)
     most = engine.drafting.max_depth
     if not engine.drafting.proposer:
         raise UserError(f"{label} has no drafter to measure; name one with --drafter, or --drafter-shape with --shape")
     depths = _depths(args.depths, engine.drafting.choices, most)
-    acceptance = None if args.synthetic_acceptance is None else acceptance_of(args, most)
+    acceptance = None if args.synthetic_acceptance is None else Acceptance(args.synthetic_acceptance, most)
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     bench = DepthBench(engine, args.output_len, args.temperature, acceptance)
@@ -73,12 +70,7 @@ def run(args: Namespace) -> int:
         "cut": engine.drafting.cuts,
     }
     process = {"length": acceptance.length, "process": acceptance.describe()} if acceptance else None
-    text = json.dumps(summary | {"synthetic": process, "cells": [cell.as_dict() for cell in cells]})
-    print(text)
-    if args.out:
-        Path(args.out).write_text(text + "\n", encoding="utf-8")
-    if args.plot:
-        Path(args.plot).write_text(svg(panels(cells, label + (", synthetic" if acceptance else ""))), encoding="utf-8")
+    print(json.dumps(summary | {"synthetic": process, "cells": [cell.as_dict() for cell in cells]}))
     return 0
 
 
@@ -95,10 +87,6 @@ def _check(args: Namespace) -> None:
         raise UserError("--shape and --drafter-shape go together: random weights need a drafter of random weights")
     if args.shape and args.synthetic_acceptance is None:
         raise UserError("random weights accept no drafts: give --synthetic-acceptance with --shape")
-    check_varied(args)
-    for flag, path in (("--plot", args.plot), ("--out", args.out)):
-        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise UserError(f"{flag} is {path}; give a file in a folder that exists")
     if args.prompts and not Path(args.prompts).is_file():
         raise UserError(f"--prompts is {args.prompts}, which is not a file: check the path")
 
@@ -113,8 +101,7 @@ def _depths(text: str, choices: list[int], most: int) -> list[int]:
 
 def _engine(args: Namespace) -> tuple[Engine, Prompts, str]:
     """The engine, the prompts by class, and a label."""
-    from sparkdraft.operate.bench.accept import chat_prompts, read_prompts
-    from sparkdraft.operate.bench.depth import read_user_prompts
+    from sparkdraft.operate.bench.prompts import PROMPTS, chat_prompts, read_prompts
 
     if args.shape:
         from sparkdraft.operate.bench.random_model import drafter_shape, shape
@@ -123,10 +110,7 @@ def _engine(args: Namespace) -> tuple[Engine, Prompts, str]:
         engine, model, label = make_engine(args, drafter_shape(args.drafter_shape, shape(args.shape)))
         ids = [[(7 * i + 31 * n) % model.vocab_size for i in range(RANDOM_PROMPT)] for n in range(engine.plan.max_seqs)]
         return engine, {"random": ids}, label
-    if args.prompts:
-        classes = {k: v[: args.per_class or None] for k, v in read_user_prompts(Path(args.prompts)).items()}
-    else:
-        classes = read_prompts(args.per_class)
+    classes = read_prompts(args.per_class, Path(args.prompts or PROMPTS))
     llm = load_llm(args, prefix_cache=False, ngram=False)
     return llm.engine, {name: chat_prompts(llm, texts) for name, texts in classes.items()}, args.model
 

@@ -7,10 +7,9 @@ floats. operate/bench/formats.py measures them; speed is measured by `bench offl
 from __future__ import annotations
 
 import json
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cache.formats import EXACT, only_for
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 KV_FORMATS = "exact,fp8,k4v3,k5v4,k4v3-full,k4v3-uncentred,k4v3-full-uncentred"
 WEIGHT_FORMATS = "fp8,int4,nvfp4"
 LEAST_TOKENS = 16
-STRETCH = 128  # positions per point of the plot
 KV_LEGEND = (
     "kNvM: TurboQuant, N bits per number of a key and M of a value; first and last tokens uncoded, except -full; each "
     "layer's mean key subtracted first, except -uncentred"
@@ -52,8 +50,6 @@ def configure_weights(parser: ArgumentParser) -> None:
 def _configure(parser: ArgumentParser, formats: str) -> None:
     parser.add_argument("--formats", default=formats, help=f"a list (default {formats})")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per text, read as one context (default 2048)")
-    parser.add_argument("--plot", default="", metavar="FILE", help="draw rise and divergence by position, as SVG")
-    parser.add_argument("--no-speed", action="store_true", help=SUPPRESS)  # speed was measured here up to 0.1
 
 
 def run_kv(args: Namespace) -> int:
@@ -80,7 +76,6 @@ def run_kv(args: Namespace) -> int:
     for fmt in formats:
         _read(_flags_of(args, fmt), fmt.name, comparison, found)
     print(f"{_legend('the exact cache')}\n")
-    _plot(args.plot, found)
     rows = [{"format": name} | _rounded(sizes[name]) | reading_fields(own, found[EXACT]) for name, own in found.items()]
     summary = {"bench": "kv", "model": args.model, "device": plan.device, "dtype": plan.weights}
     print(json.dumps(summary | {"kernels": plan.kernels, "formats": rows}))
@@ -117,7 +112,6 @@ def run_weights(args: Namespace) -> int:
     sizes = {name: format_bytes(name, model.hidden_size, itemsize) for name in formats}
     table = [f"{'format':<10} bytes/weight", *(f"{name:<10} {size:12.4f}" for name, size in sizes.items())]
     print("\n".join([_legend("floats"), "", *table, f"{BYTES_LEGEND}\n"]))
-    _plot(args.plot, found)
     rows = [
         {"format": name, "bytes_per_weight": round(sizes[name], 4)} | reading_fields(own, found[FLOATS])
         for name, own in found.items()
@@ -136,9 +130,6 @@ def _check(args: Namespace) -> None:
         raise UserError(f"--spec is {args.spec}; formats are compared without drafts: leave it off")
     if args.tokens < LEAST_TOKENS:
         raise UserError(f"--tokens is {args.tokens}; it must be at least {LEAST_TOKENS}")
-    plot = Path(args.plot).absolute()
-    if args.plot and (plot.is_dir() or not plot.parent.is_dir()):
-        raise UserError(f"--plot is {args.plot}; give a file in a folder that exists")
 
 
 def _kv_plans(
@@ -231,25 +222,3 @@ def _memory_table(sizes: Mapping[str, Memory], plan: Plan, fraction: float) -> s
 
 def _rounded(memory: Memory) -> dict[str, Any]:
     return {name: round(value, 4) for name, value in asdict(memory).items()}
-
-
-def _plot(path: str, found: Mapping[str, Readings]) -> None:
-    """Draw rise and divergence by position, against the first format."""
-    if not path:
-        return
-    from sparkdraft.operate.bench.formats import kl_by_position, rise_by_position
-    from sparkdraft.util.plot import Line, Panel, svg
-
-    (base_name, base), *others = found.items()
-    rises = [(_short(name), rise_by_position(own, base, STRETCH)) for name, own in others]
-    lines = [Line(name, [(at, 100 * rise) for at, rise in points]) for name, points in rises]
-    risen = Panel("perplexity of the texts up to a position", lines, "tokens", f"rise against {base_name}, %")
-    lines = [Line(_short(name), kl_by_position(own.values(), STRETCH)) for name, own in others]
-    title = f"divergence from the distribution of {base_name}"
-    panels = [risen, Panel(title, lines, "position in the text", "KL, nats, mean over the texts")]
-    Path(path).write_text(svg(panels if others else []), encoding="utf-8")
-
-
-def _short(name: str) -> str:
-    """Return a name that fits into the plot."""
-    return name.replace("uncentred", "unc.")

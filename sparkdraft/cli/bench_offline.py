@@ -36,10 +36,6 @@ LEGEND = (
     "request starting when one ends"
 )
 
-VARY = (
-    "with --synthetic-acceptance: blocks of drafts differ as the embedded drafter's do, and the drafter is as sure of "
-    "them as it was there, so that cutting them (--cut) means something"
-)
 FORMS = ("mxfp4", "int4", "nvfp4", "fp8")  # of operate/bench/random_model.py
 EXPERTS = (
     "floor: of each layer's experts those are counted that rows reach which choose independently of each other, "
@@ -66,11 +62,9 @@ def configure(parser: ArgumentParser) -> None:
         metavar="LENGTH",
         help="ids per step that drafting is assumed to commit on average, including the target's own",
     )
-    parser.add_argument("--vary-blocks", action="store_true", help=VARY)
     parser.add_argument("--concurrency", "--batch", default="1,4", help="streams at once, a list (default 1,4)")
     parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
-    parser.add_argument("--profile", action="store_true", help="name the most expensive kernels and the idle gaps")
     # spec: off, or with --drafter-shape the whole block
     add_engine_flags(parser, without=("prefix_cache", "ngram", "count_ids"), spec="")
 
@@ -97,7 +91,7 @@ def run(args: Namespace) -> int:
     print(f"{label} on {plan.device}, {plan.weights}; memory {ceilings.bandwidth / 1e9:.1f} GB/s{matmul} measured")
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
-    rows = _measure_all(bench, loads, args.profile)
+    rows = _measure_all(bench, loads)
     busy = others.disturbance(plan.device, plan.threads)
     if busy:
         print(f"the machine was busy, {busy}: these figures are too low")
@@ -112,10 +106,8 @@ def run(args: Namespace) -> int:
     summary |= {"drafter_weights": args.drafter_weights, "draft_ids": drafted_ids(engine)}
     summary["busy"] = busy or None
     if acceptance:
-        summary["acceptance"] = {"length": acceptance.length, "depth": acceptance.depth, "varied": args.vary_blocks}
-        summary["acceptance"] |= {"process": acceptance.describe()} | (
-            {} if args.vary_blocks else {"p": round(acceptance.p, 6)}
-        )
+        summary["acceptance"] = {"length": acceptance.length, "depth": acceptance.depth, "p": round(acceptance.p, 6)}
+        summary["acceptance"]["process"] = acceptance.describe()
     if bench.counts_experts:
         summary["floor"] = EXPERTS
     print(json.dumps(summary | {"split": LEGEND, "rows": [row.as_dict() for row in rows]}))
@@ -158,7 +150,6 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
         raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
     if args.synthetic_acceptance is not None and not args.drafter_shape:
         raise UserError("--synthetic-acceptance needs drafts to accept: name a drafter with --drafter-shape dflash-5x")
-    check_varied(args)
     if args.drafter_shape and not args.shape:
         raise UserError(
             "--drafter-shape goes with a --shape: a model with real weights drafts with --spec and --drafter"
@@ -169,6 +160,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
         args.spec = args.spec or "off"
         return None, None
     from sparkdraft.operate.bench.random_model import drafter_shape, shape
+    from sparkdraft.operate.bench.synthetic import Acceptance
 
     draft = drafter_shape(args.drafter_shape, shape(args.shape))
     most = draft.block_size - 1
@@ -181,18 +173,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     if depth is not None and depth > most:
         raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} per step: ask for fewer")
     length = args.synthetic_acceptance
-    return None if length is None else acceptance_of(args, depth or most), draft
-
-
-def check_varied(args: Namespace) -> None:
-    if args.vary_blocks and args.synthetic_acceptance is None:
-        raise UserError("--vary-blocks goes with --synthetic-acceptance: real drafts vary by themselves")
-
-
-def acceptance_of(args: Namespace, depth: int) -> Acceptance:
-    from sparkdraft.operate.bench.synthetic import Acceptance, VariedAcceptance
-
-    return (VariedAcceptance if args.vary_blocks else Acceptance)(args.synthetic_acceptance, depth)
+    return None if length is None else Acceptance(length, depth or most), draft
 
 
 def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, ModelConfig, str]:
@@ -211,16 +192,13 @@ def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, Mod
     return engine, shape(args.shape), f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, {kind}"
 
 
-def _measure_all(bench: Bench, loads: list[Load], profiled: bool) -> list[Row]:
+def _measure_all(bench: Bench, loads: list[Load]) -> list[Row]:
     rows = []
     print(f"{HEADER}{'  (synthetic)' if bench.acceptance else ''}", flush=True)
     for load in loads:
         with progress(f"{load.streams} streams, {load.prompt_len} tokens of prompt", redraw=SELDOM) as report:
-            row, profile = bench.measure(load, report, profiled)
-        rows.append(row)
-        print(_line(row), flush=True)
-        if profile:
-            print(profile.text(), flush=True)
+            rows.append(bench.measure(load, report))
+        print(_line(rows[-1]), flush=True)
     print(LEGEND)
     if bench.counts_experts:
         print(EXPERTS)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.cli.bench import accepted
 from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
 from sparkdraft.train.memory import CPU_STEP, SHRINKS
@@ -190,17 +191,16 @@ def _eval(args: Namespace) -> int:
         raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
-    from sparkdraft.operate.bench.accept import read_prompts
-    from sparkdraft.train.evaluate import evaluate, table
-
     temperatures = temperature_list(args.temperature)
     llm = load_llm(args, ngram=False)
-    with progress("measuring acceptance", "answers", shows_left=True) as meter:
-        report = evaluate(llm, read_prompts(args.per_class), args.output_len, temperatures, meter)
-    print(table(report))
+    if llm.engine.drafting.proposer is None:
+        raise UserError("There is no drafter to evaluate; name one with --drafter, and leave --spec on auto")
+    depth = llm.engine.drafting.max_depth
+    groups = accepted(llm, args.per_class, args.output_len, depth, temperatures)
     if args.per_class or args.output_len < LONG:
         _note(f"a short run; the full one is --per-class {ALL_PROMPTS} --output-len {LONG}")
-    print(json.dumps({"train": "eval", "model": args.model, "drafter": args.drafter, **report}))
+    summary = {"train": "eval", "model": args.model, "drafter": args.drafter, "depth": depth}
+    print(json.dumps(summary | {"output_len": args.output_len, "groups": groups}))
     return 0
 
 

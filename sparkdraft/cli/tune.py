@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import date
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +88,13 @@ def _check(args: Namespace) -> tuple[list[str], list[str]]:
     formats = [part.strip() for part in args.kv_formats.split(",") if part.strip()]
     if wrong := [name for name in formats if name not in kv_names()]:
         raise UserError(f"--kv-formats has '{wrong[0]}'; known are {', '.join(kv_names())}")
-    from sparkdraft.operate.bench.accept import read_prompts
-    from sparkdraft.operate.bench.depth import read_user_prompts
+    from sparkdraft.operate.bench.prompts import PROMPTS, read_prompts
 
     if args.prompts and not Path(args.prompts).is_file():
         raise UserError(f"--prompts is {args.prompts}, which is not a file: check the path")
-    classes = read_user_prompts(Path(args.prompts)) if args.prompts else read_prompts(PER_CLASS)
-    texts = [text for each in zip(*classes.values(), strict=False) for text in each] if not args.prompts else []
-    texts = texts or [text for each in classes.values() for text in each]
-    if not texts:
-        raise UserError(f"--prompts is {args.prompts}, and it has no prompt: give at least one line")
-    return texts, formats
+    classes = read_prompts(0 if args.prompts else PER_CLASS, Path(args.prompts or PROMPTS)).values()
+    mixed = chain.from_iterable(classes) if args.prompts else chain.from_iterable(zip(*classes, strict=True))
+    return list(mixed), formats
 
 
 def _check_time(minutes: float, least: float) -> None:

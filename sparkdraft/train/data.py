@@ -22,7 +22,7 @@ import numpy as np
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.machine import detect
-from sparkdraft.operate import bench
+from sparkdraft.operate.bench.prompts import Question, read_prompts, read_questions
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish, Span
 from sparkdraft.train.generate import BulkGenerator, EngineModel, EngineWriter, Prompt, Writer, open_engine
 from sparkdraft.train.process import Stop, stop_signals
@@ -30,12 +30,10 @@ from sparkdraft.train.prompts import (
     SELF,
     Glue,
     PromptFile,
-    Question,
     Sieve,
     Talk,
     message_prompts,
     normalised,
-    read_prompts,
     stop_ids,
 )
 from sparkdraft.train.target import ChatModel, Target, load_target
@@ -84,7 +82,7 @@ def writer_for(
 
 def evaluation_prompts() -> list[str]:
     """The prompts on which acceptance is measured."""
-    return [question.text for question in read_prompts(Path(bench.__path__[0]) / "prompts.jsonl")]
+    return [text for texts in read_prompts(0).values() for text in texts]
 
 
 def check_sources(
@@ -101,7 +99,12 @@ def check_sources(
         raise UserError("there is nothing to ask: name a file of prompts, or a number of self-written ones")
     if max_new < 1:
         raise UserError(f"answers of {max_new} tokens were asked for; ask for 1 or more")
-    return read_prompts(prompts_file) if prompts_file is not None else []
+    if prompts_file is None:
+        return []
+    path = Path(prompts_file)
+    if path.suffix not in (".jsonl", ".txt"):
+        raise UserError(f"Prompts are read from .jsonl and .txt files, and {path} is neither: convert or rename it.")
+    return read_questions(path)
 
 
 @dataclass(slots=True)

@@ -1,9 +1,8 @@
-"""Prompts for the target: those that a user gives, and those that the target writes itself, alone or in conversations.
+"""Prompts that the target writes itself, alone or in conversations.
 
 A chat model that is given its own template up to where the user's message begins writes a user's message. System
 prompts and first words, drawn at random, make the messages differ. Messages that are empty, broken or repeated are
-dropped; the others are appended to a file line by line. Reading a file needs no model, so a bad file is refused before
-a model is loaded. data.py has the prompts answered.
+dropped; the others are appended to a file line by line. data.py has the prompts answered.
 
 A conversation is one growing text. After an answer come the ids with which the template leads to the user's next
 message, perhaps with first words of ours, and the target writes the message; then come the ids that lead to the answer.
@@ -20,17 +19,17 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.operate.bench.prompts import Question, read_questions, user_question
 from sparkdraft.train.corpus import Finish, Span
 from sparkdraft.train.generate import Prompt, Written
 from sparkdraft.train.target import ChatModel
 
-GIVEN, SELF = "given", "self"  # kinds of prompts: from a file without naming a class, and self-written
+SELF = "self"  # the kind of self-written prompts
 MARKER = "The_message_of_the_user_stands_here"
 MESSAGE_TOKENS, LEAST_TOKENS = 160, 3
 WARMTH = (1.0, 0.85)
@@ -68,47 +67,9 @@ FOLLOW_UPS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A conversation that waits for an answer."""
-
-    messages: list[dict[str, Any]]
-    kind: str
-
-    @property
-    def text(self) -> str:
-        """The last user message."""
-        return str(self.messages[-1]["content"])
-
-
 def normalised(text: str) -> str:
     """Fold case and white space, so that texts that differ only in these compare equal."""
     return " ".join(text.split()).casefold()
-
-
-# ---- from a file
-
-
-def read_prompts(path: str | Path) -> list[Question]:
-    """Read a .jsonl of {"prompt", "class"?} or {"messages", "class"?}, or a .txt with one prompt per line; blank lines
-    are skipped."""
-    file = Path(path)
-    if file.suffix not in (".jsonl", ".txt"):
-        raise UserError(f"Prompts are read from .jsonl and .txt files, and {file} is neither: convert or rename it.")
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"The prompts {file} cannot be read ({error}): check the path, and that it is UTF-8."
-        ) from error
-    questions = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"{file}, line {number}"
-            questions.append(_parse(line, where) if file.suffix == ".jsonl" else _ask(line.strip(), GIVEN))
-    if not questions:
-        raise UserError(f"The file {file} holds no prompts: put one on each line.")
-    return questions
 
 
 class PromptFile:
@@ -124,7 +85,7 @@ class PromptFile:
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}): check its rights.") from error
         if whole:
-            self.questions = read_prompts(path)
+            self.questions = read_questions(path)
 
     def add(self, question: Question) -> None:
         try:
@@ -136,37 +97,6 @@ class PromptFile:
                 "and run the same command again to continue."
             ) from error
         self.questions.append(question)
-
-
-def _ask(text: str, kind: str, system: str | None = None) -> Question:
-    before = [{"role": "system", "content": system}] if system else []
-    return Question([*before, {"role": "user", "content": text}], kind)
-
-
-def _parse(line: str, where: str) -> Question:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}): write one object per line.") from None
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise UserError(f'{where} must be an object with either "prompt" or "messages".')
-    kind = entry.get("class", GIVEN)
-    if not isinstance(kind, str) or not kind:
-        raise UserError(f'{where}: "class" must be a name in quotes; leave it out if there is none.')
-    if "messages" in entry:
-        return Question(_check_messages(entry["messages"], where), kind)
-    if not isinstance(entry["prompt"], str) or not entry["prompt"].strip():
-        raise UserError(f'{where}: "prompt" must be a text that is not empty.')
-    return _ask(entry["prompt"], kind)
-
-
-def _check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
-    right = isinstance(messages, list) and messages and all(isinstance(m, Mapping) for m in messages)
-    if not right or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
-        raise UserError(f'{where}: "messages" must be a list of objects with "role" and "content", both text.')
-    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise UserError(f"{where}: the last message must be a user's and not empty: it is answered.")
-    return list(messages)
 
 
 # ---- from the target itself
@@ -181,7 +111,7 @@ class Turn:
 
 
 def user_turn(target: ChatModel, system: str | None = None) -> Turn:
-    text = target.chat_text(_ask(MARKER, SELF, system).messages, add_generation_prompt=False)
+    text = target.chat_text(user_question(MARKER, SELF, system).messages, add_generation_prompt=False)
     before, found, after = text.partition(MARKER)
     if not found:
         raise UserError(
@@ -243,7 +173,7 @@ class Sieve:
             self.dropped[reason] += 1
             return None
         self.seen.add(normalised(text))
-        return _ask(text, SELF, system)
+        return user_question(text, SELF, system)
 
 
 def without_end(written: Written, ends: Container[int]) -> list[int]:

@@ -8,9 +8,9 @@ import pytest
 
 from sparkdraft.cli.main import main
 from sparkdraft.core import AUTO, UserError
-from sparkdraft.operate.bench.depth import Cell, DepthBench, panels, read_user_prompts, table
+from sparkdraft.operate.bench.depth import Cell, DepthBench, table
+from sparkdraft.operate.bench.prompts import read_prompts
 from sparkdraft.operate.bench.synthetic import Acceptance
-from sparkdraft.util.plot import svg
 from tests.fakes import FakeBlock, fake_engine
 
 ROOM = {"num_blocks": 800, "block_size": 4, "max_step_tokens": 64}
@@ -71,27 +71,23 @@ def test_the_report() -> None:
     lines = table(cells).splitlines()
     assert lines[0].split()[:6] == ["streams", "class", "0", "1", "3", "auto"]
     assert lines[1].split() == ["1", "code", "50.0", "100.0", "200.0", "250.0", "3", "1.25", "5.00", "1.00", "2.00"]
-    (panel,) = panels(cells, "a model")
-    assert [line.name for line in panel.lines] == ["code", "", "all", ""] and panel.lines[0].points[-1] == (3.0, 4.0)
-    assert panel.lines[1].points == [(0.0, 5.0), (3.0, 5.0)] and "1 stream:" in svg([panel])
-    assert cells[3].as_dict()["depth"] == "auto" and cells[0].as_dict()["tok_s"] == 50.0
 
 
 def test_prompts_of_a_user(tmp_path: Path) -> None:
     lines, objects, broken = tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "c.jsonl"
     lines.write_text("One?\n\nTwo?\n")
     objects.write_text('{"class": "code", "prompt": "x"}\n{"prompt": "y"}\n')
-    assert read_user_prompts(lines) == {"prompts": ["One?", "Two?"]}
-    assert read_user_prompts(objects) == {"code": ["x"], "prompts": ["y"]}
+    assert read_prompts(0, lines) == {"given": ["One?", "Two?"]}
+    assert read_prompts(0, objects) == {"code": ["x"], "given": ["y"]}
     lines.write_bytes("\ufeffOne\u2028and a half?\r\nTwo?".encode())
-    assert read_user_prompts(lines) == {"prompts": ["One\u2028and a half?", "Two?"]}
+    assert read_prompts(0, lines) == {"given": ["One\u2028and a half?", "Two?"]}
     lines.write_bytes("Où?".encode("latin-1"))
     with pytest.raises(UserError, match="check the path, and that it is UTF-8"):
-        read_user_prompts(lines)
-    for text, message in (('{"prompt": 3}', "line 1 has no"), ("{", "line 1 is not JSON"), ("", "has no prompts")):
+        read_prompts(0, lines)
+    for text, message in (('{"prompt": 3}', "must be a text"), ("{", "line 1 is not JSON"), ("", "holds no prompts")):
         broken.write_text(text)
         with pytest.raises(UserError, match=message):
-            read_user_prompts(broken)
+            read_prompts(0, broken)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,6 @@ def test_prompts_of_a_user(tmp_path: Path) -> None:
         ("--per-class -1", "0 (all) or positive"),
         ("--shape qwen3-8b", "go together"),
         ("--shape qwen3-8b --drafter-shape dflash-5x", "--synthetic-acceptance"),
-        ("--plot /no/such/folder/x.svg", "a folder that exists"),
         ("--prompts /no/such/file", "not a file"),
         ("--concurrency 0", "--concurrency is '0'"),
         ("--concurrency 1,4 --max-seqs 2", "--concurrency has 4; --max-seqs lets 2 run at once"),

@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -30,12 +29,10 @@ from sparkdraft.operate.bench.formats import (
     Format,
     Reading,
     divergence,
-    kl_by_position,
     memories,
     parse_kv_formats,
     prompt_rows_shown,
     read_texts,
-    rise_by_position,
     rise_of_all,
 )
 from sparkdraft.operate.bench.shapes import shape as named_shape
@@ -90,15 +87,6 @@ def test_rises_are_averaged_as_ratios() -> None:
     assert one.perplexity == pytest.approx(10) and half.rise(one) == pytest.approx(1) and one.rise(one) == 0
     assert rise_of_all({"a": half, "b": double}, {"a": one, "b": one}) == pytest.approx(0)
     assert rise_of_all({"a": half, "b": one}, {"a": one, "b": one}) == pytest.approx(math.sqrt(2) - 1)
-
-
-def test_averages_by_position() -> None:
-    long, short = (Reading(torch.zeros(n), torch.arange(n).double()) for n in (5, 3))
-    zero = {"a": Reading(torch.zeros(3).double(), torch.zeros(3))}
-    worse = {"a": Reading(torch.tensor([0.0, -2.0, -4.0]).double(), torch.zeros(3))}
-    expected = [(2, math.expm1(1)), (3, worse["a"].rise(zero["a"]))]
-    assert rise_by_position(worse, zero, 2) == [(at, pytest.approx(rise)) for at, rise in expected]
-    assert kl_by_position([long, short], 2) == [(1.0, 0.5), (3.0, (2 + 3 + 2) / 3), (5.0, 4.0)]
 
 
 def test_the_exact_cache_is_itself(readings: dict[str, dict[str, Reading]]) -> None:
@@ -191,10 +179,10 @@ def test_plans_count_weights_as_they_are_stored(smollm2_path: Path, monkeypatch:
 # ---- the command
 
 
-def test_the_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot, formats = tmp_path / "kv.svg", ["exact", "k5v5", "k4v3-full-uncentred"]
+def test_the_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    formats = ["exact", "k5v5", "k4v3-full-uncentred"]
     args = ("--formats", ",".join(formats), "--tokens", "60", "--max-model-len", "256")
-    assert main(["bench", "kv", "--model", str(tiny), *QUICK, *args, "--plot", str(plot)]) == 0
+    assert main(["bench", "kv", "--model", str(tiny), *QUICK, *args]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     report: dict[str, Any] = json.loads(last)
     assert report["bench"] == "kv" and report["device"] == "cpu"
@@ -206,8 +194,6 @@ def test_the_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ratios = [1 + text["rise"] for text in row["texts"].values()]
         assert 1 + row["all"]["rise"] == pytest.approx(math.prod(ratios) ** (1 / 3), abs=1e-5)
     assert report["formats"][0]["all"] == {"rise": 0, "kl": 0} and report["formats"][2]["all"]["kl"] > 0
-    root = ElementTree.parse(plot).getroot()
-    assert len(root.findall(".//{*}polyline")) == 2 + 2  # rises, divergences
 
 
 def test_the_memory_that_may_be_used_is_what_was_asked_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +208,7 @@ def test_the_memory_that_may_be_used_is_what_was_asked_for(tiny: Path, capsys: p
 
 
 def test_float32_is_chosen_on_a_cpu(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ("--device", "cpu", "--threads", "1", "--formats", "fp8", "--tokens", "40", "--no-speed")
+    args = ("--device", "cpu", "--threads", "1", "--formats", "fp8", "--tokens", "40")
     assert main(["bench", "kv", "--model", str(tiny), *args]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["dtype"] == "float32"
 
@@ -234,7 +220,6 @@ def test_float32_is_chosen_on_a_cpu(tiny: Path, capsys: pytest.CaptureFixture[st
         (["--formats", "fp8", "--dtype", "quantised"], "does not run on the CPU kernels"),
         (["--tokens", "3"], "--tokens is 3"),
         (["--tokens", "4000"], "--tokens is 4000; the context holds 512"),
-        (["--plot", "no-such-folder/a.svg"], "--plot is no-such-folder/a.svg"),
         (["--kv", "fp8"], "--kv is given; here --formats says"),
         (["--spec", "auto"], "--spec is auto"),
     ],
@@ -243,13 +228,3 @@ def test_what_can_not_be_measured(args: list[str], words: str, tiny: Path, capsy
     assert main(["bench", "kv", "--model", str(tiny), *QUICK, *args]) == 1
     printed = capsys.readouterr()
     assert words in printed.err and printed.out == "" and len(said(printed.err)) == 1, printed.err
-
-
-@pytest.mark.parametrize("text", ["", "x"])
-def test_a_text_of_one_token_has_no_perplexity(
-    text: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_text(text)
-    command = ["bench", "perplexity", "--model", str(tiny), *QUICK, "--text", str(tmp_path / "text.txt")]
-    assert main(command) == 1
-    assert f"the text has {len(text)} tokens, and a perplexity needs two or more" in capsys.readouterr().err

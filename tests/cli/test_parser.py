@@ -87,10 +87,7 @@ def test_every_verb_that_builds_an_engine_has_every_engine_flag() -> None:
     assert builders == {
         *(f"sparkdraft {verb}" for verb in ("serve", "demo", "generate", "chat", "check", "train eval")),
         *("sparkdraft export vllm", "sparkdraft recipe run", "sparkdraft cluster up"),
-        *(
-            f"sparkdraft bench {kind}"
-            for kind in ("offline", "perplexity", "accept", "depth", "kv", "weights", "long-prompt")
-        ),
+        *(f"sparkdraft bench {kind}" for kind in ("offline", "accept", "depth", "kv", "weights", "long-prompt")),
     }
     for prog in builders:
         left_out = DECIDED.get(prog, set()) | (set() if prog in PROFILED else {"profile"})

@@ -89,7 +89,6 @@ def test_generate(root: Path, stages: list[str], capsys: pytest.CaptureFixture[s
             "bench offline --shape toy --dtype float32 --threads 1 --concurrency 1 --prompt-len 16 --output-len 8",
             ["measuring this machine", "making toy", "1 streams, 16 tokens of prompt"],
         ),
-        ("bench perplexity TARGET --dtype float32 --text ROOT/prompts.txt", ["reading the text in float32"]),
         (
             "bench kv TARGET --dtype float32 --threads 1 --formats fp8 --tokens 16",
             ["exact: reading the texts", "fp8: reading the texts"],

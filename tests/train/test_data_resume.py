@@ -15,11 +15,12 @@ import pytest
 
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
+from sparkdraft.operate.bench.prompts import Question
 from sparkdraft.train import corpus as corpus_module
 from sparkdraft.train import data as data_module
 from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.data import LEAST_ROUND, OWN_PROMPTS, make_corpus
-from sparkdraft.train.prompts import PromptFile, Question, Sieve
+from sparkdraft.train.prompts import PromptFile, Sieve
 from sparkdraft.train.target import Target, load_target
 from tests.models.tiny import write_tiny
 from tests.patience import PATIENT, wait_for

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
+from sparkdraft.cli import train
 from sparkdraft.cli.main import main
-from sparkdraft.core import UserError
-from sparkdraft.train.evaluate import evaluate, table
 from tests.fakes import FakeBlock, fake_engine
-
-PROMPTS = {"code": ["one", "two"], "prose": ["three"]}
 
 
 def fake_llm(block: FakeBlock | None, **options: Any) -> Any:
@@ -30,30 +27,26 @@ def test_what_cannot_be_measured_is_refused_first(flags: str, words: str, capsys
     assert capsys.readouterr().err.startswith(f"sparkdraft: {words}")
 
 
-def test_a_report() -> None:
-    llm, told = fake_llm(FakeBlock(0.7), ngram=True), []
-    report = evaluate(llm, PROMPTS, 40, (0, 0.7), lambda done, total: told.append((done, total)))
-    assert json.loads(json.dumps(report)) == report and report["depth"] == 7
-    assert told == sorted(told) and told[-1] == (6, 6)
-    assert llm.engine.drafting.ngram  # as it was
+def test_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(train, "load_llm", lambda args, **options: fake_llm(FakeBlock(0.7), **options))
+    assert main(["train", "eval", "--per-class", "1", "--output-len", "40"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    report = json.loads(last)
+    assert report["depth"] == 7 and report["output_len"] == 40
     greedy, sampled = report["groups"]
     assert (greedy["temperature"], sampled["temperature"]) == (0, 0.7)
     for group in report["groups"]:
-        assert list(group["classes"]) == ["code", "prose"] and group["all"]["prompts"] == 3
-        assert set(group["all"]["sources"]) == {"fake"}
+        assert len(group["classes"]) == 7 == group["all"]["prompts"] and set(group["all"]["sources"]) == {"fake"}
     assert greedy["all"]["mean_acceptance_length"] > sampled["all"]["mean_acceptance_length"]  # of greedy drafts
-
-
-def test_the_table() -> None:
-    report = evaluate(fake_llm(FakeBlock(0.7)), PROMPTS, 40)
-    text = table(report).splitlines()
-    assert [line for line in text if line.startswith("temperature")] == ["temperature 0", "temperature 0.7"]
-    row = report["groups"][0]["all"]
-    assert f"{row['mean_acceptance_length']:.2f}" in next(line for line in text if line.startswith("all"))
-    positions = next(line for line in text if line.startswith("by position")).split()[2:]
+    assert [line for line in lines if line.startswith("temperature")] == ["temperature 0", "temperature 0.7"]
+    row = greedy["all"]
+    assert f"{row['mean_acceptance_length']:.2f}" in next(line for line in lines if line.startswith("all"))
+    positions = next(line for line in lines if line.startswith("by position")).split()[2:]
     assert len(positions) == 7 and positions[0] == f"{row['per_position'][0]:.3f}"
 
 
-def test_without_a_drafter_there_is_nothing_to_evaluate() -> None:
-    with pytest.raises(UserError, match="no drafter"):
-        evaluate(fake_llm(None), PROMPTS)
+def test_without_a_drafter_there_is_nothing_to_evaluate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "load_llm", lambda args, **options: fake_llm(None))
+    assert main(["train", "eval"]) == 1 and "no drafter" in capsys.readouterr().err

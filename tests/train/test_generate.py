@@ -13,10 +13,11 @@ import torch
 
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
+from sparkdraft.operate.bench.prompts import read_questions
 from sparkdraft.train.corpus import Corpus, Finish
 from sparkdraft.train.data import check_sources, evaluation_prompts, make_corpus
 from sparkdraft.train.generate import BulkGenerator, Prompt, Written, cut_loop, seats_that_fit
-from sparkdraft.train.prompts import Sieve, message_prompts, read_prompts, stop_ids, user_turn
+from sparkdraft.train.prompts import Sieve, message_prompts, stop_ids, user_turn
 from sparkdraft.train.target import Target, load_target
 from tests.models.tiny import oracle_logits, write_tiny
 
@@ -162,10 +163,10 @@ def test_prompt_files(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     talk = [{"role": "system", "content": "Hm"}, {"role": "user", "content": "b"}]
     path.write_text(f'{{"prompt": "a", "class": "code"}}\n\n{json.dumps({"messages": talk})}\n')
-    first, second = read_prompts(path)
+    first, second = read_questions(path)
     assert (first.text, first.kind, second.messages, second.kind) == ("a", "code", talk, "given")
     (tmp_path / "p.txt").write_text("one\n\n  two \n")
-    assert [q.text for q in read_prompts(tmp_path / "p.txt")] == ["one", "two"]
+    assert [q.text for q in read_questions(tmp_path / "p.txt")] == ["one", "two"]
     assert len(evaluation_prompts()) == 152
 
 
@@ -185,7 +186,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
     with pytest.raises(UserError, match=message):
-        read_prompts(path)
+        read_questions(path)
 
 
 def test_what_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ import httpx
 from openai import OpenAI
 
 from sparkdraft.bridges.vllm.child import free_port
-from sparkdraft.operate.bench.accept import read_prompts
+from sparkdraft.operate.bench.prompts import read_prompts
 
 DEPTH = 15
 TOLERANCE = 0.05

@@ -2,31 +2,24 @@
 
 The prompts of a class run as one batch. Counts are the engine's own; 'all' is their sum, never a mean of means.
 Position k is scored only where every draft before it was accepted. "No loops" counts the steps before a response begins
-to repeat itself (text/repetition.py). prompts.jsonl was written for this project and is never trained on.
+to repeat itself (text/repetition.py).
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import TypeVar
 
 from sparkdraft.core import AUTO, SamplingParams, StepOutput
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
-from sparkdraft.operate.bench.formats import HELDOUT
 from sparkdraft.speculation.stats import SpecStats
 from sparkdraft.text.repetition import LoopRule, loop_start
-from sparkdraft.util.plot import Line, Panel
 from sparkdraft.weights.loader import Progress
 
-PROMPTS = Path(__file__).with_name("prompts.jsonl")
 ALL = "all"
-EIGHTHS = " ▏▎▍▌▋▊▉█"
-FEW = 5  # steps: a share of fewer is chance, and is not drawn
 LOOP = LoopRule(max_period=128, min_repeated=48)
 
 
@@ -97,23 +90,6 @@ class Pace:
 Part = TypeVar("Part", Row, Pace)
 Done = Callable[[int], None]  # called with the number of prompts that have ended since the last call
 Work = Callable[[list[list[int]], Done], Part]  # runs the prompts of one class
-
-
-def read_prompts(per_class: int) -> dict[str, list[str]]:
-    """Return the first prompts of each class; all of them for 0."""
-    classes: dict[str, list[str]] = {}
-    for entry in map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines()):
-        classes.setdefault(entry["class"], []).append(entry["prompt"])
-    return {name: prompts[: per_class or None] for name, prompts in classes.items()}
-
-
-def chat_prompts(llm: LLM, prompts: Sequence[str], context: int = 0) -> list[list[int]]:
-    """Apply the chat template to each prompt, after about 'context' tokens of ordinary text."""
-    before = ""
-    if context:
-        ids = llm.tokenizer.encode(HELDOUT.read_text(encoding="utf-8"), add_special=False)
-        before = llm.tokenizer.decode((ids * (context // len(ids) + 1))[:context]) + "\n\n"
-    return [llm.chat_ids([{"role": "user", "content": before + prompt}]) for prompt in prompts]
 
 
 def over_classes(work: Work[Part], classes: dict[str, list[list[int]]], progress: Progress) -> dict[str, Part]:
@@ -197,6 +173,9 @@ def table(rows: dict[str, Row]) -> str:
         length = f"{row.stats.mean_acceptance_length or 0:6.2f}  {row.no_loops.mean_acceptance_length or 0:8.2f}"
         shares = "  ".join("    -" if rate is None else f"{rate:5.1%}" for rate in rates)
         lines.append(f"{name:<9} {row.prompts:7}  {row.tokens:6}  {row.stats.num_spec_steps:5}  {length}  {shares}")
+    for label, stats in (("by position", rows[ALL].stats), ("  no loops", rows[ALL].no_loops)):
+        shares = " ".join("-" if share is None else f"{share:.3f}" for share in stats.per_position())
+        lines.append(f"{label:<12} {shares}")
     return "\n".join(lines)
 
 
@@ -206,25 +185,3 @@ def speed_table(paces: dict[str, Pace]) -> str:
         speeds = "{plain_tok_s:11.1f}  {auto_tok_s:10.1f}  {ratio:5.2f}".format(**each.as_dict())
         lines.append(f"{name:<9} {each.prompts:7}  {speeds}  {each.same_text:3} of {each.prompts}")
     return "\n".join(lines)
-
-
-def bars(stats: SpecStats, width: int = 40) -> str:
-    """Draw acceptance by position as bars of text, each with the number of steps that reached it."""
-    lines = ["position  accepted where reached"]
-    for i, (rate, reached) in enumerate(zip(stats.per_position(), stats.per_position_reached, strict=True)):
-        full, part = divmod(round((rate or 0.0) * width * 8), 8)
-        share = "     -" if rate is None else f"{rate:6.1%}"
-        lines.append(f"{i + 1:8}  {share} {'█' * full + EIGHTHS[part]:<{width + 1}} {reached:6} steps")
-    return "\n".join(lines)
-
-
-def panel(title: str, rows: dict[str, Row]) -> Panel:
-    """Draw acceptance by position, one line per class."""
-    note = f"position of the draft (share accepted where reached; points of fewer than {FEW} steps left out)"
-    return Panel(title, [_line(name, row.stats) for name, row in rows.items()], note, y_percent=True)
-
-
-def _line(name: str, stats: SpecStats) -> Line:
-    shares = enumerate(zip(stats.per_position(), stats.per_position_reached, strict=True), 1)
-    points = [(float(k), share) for k, (share, steps) in shares if share is not None and steps >= FEW]
-    return Line(name, points, thick=name == ALL)

@@ -7,17 +7,14 @@ tokens first, so that no compiling is timed. Only steps in which all streams dec
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 from sparkdraft.core import AUTO, SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.operate.bench.accept import ALL
 from sparkdraft.operate.bench.synthetic import TABLE_ROWS, Acceptance, Outcomes, SyntheticLanes, SyntheticSampler
-from sparkdraft.util.plot import Line, Panel
 
 Prompts = dict[str, list[list[int]]]  # class -> ids of its prompts
 Report = Callable[[int, int], None]
@@ -168,30 +165,6 @@ class DepthBench:
         return cells[-1]
 
 
-def read_user_prompts(path: Path) -> dict[str, list[str]]:
-    """Read prompts by class from a file: JSON lines with "prompt" and optionally "class", or one prompt per line."""
-    classes: dict[str, list[str]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a line may hold other separators, such as U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): check the path, and that it is UTF-8") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        entry = {"prompt": line}
-        if path.suffix in (".jsonl", ".json"):
-            try:
-                entry = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}, line {number} is not JSON ({error}): give one object per line") from error
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not entry["prompt"]:
-            raise UserError(f'{path}, line {number} has no "prompt": give one object with it per line')
-        classes.setdefault(str(entry.get("class", "prompts")), []).append(entry["prompt"])
-    if not classes:
-        raise UserError(f"{path} has no prompts: give at least one line")
-    return classes
-
-
 def table(cells: Sequence[Cell]) -> str:
     """Tabulate tokens per second by depth, the best fixed depth, and the engine's own choice as a share of it."""
     depths = list(dict.fromkeys(cell.depth for cell in cells))
@@ -205,22 +178,6 @@ def table(cells: Sequence[Cell]) -> str:
         shares = f"{auto.tok_s / found[best].tok_s:11.2f}  {auto.tok_s / plain.tok_s:12.2f}"
         lines.append(f"{streams:7}  {kind:<10}{speeds}  {best:5}  {shares}  {auto.rows:10.2f}  {auto.length:6.2f}")
     return "\n".join(lines)
-
-
-def panels(cells: Sequence[Cell], label: str) -> list[Panel]:
-    """Draw the speedup by depth, a panel per number of streams; dashed lines show the engine's own choice."""
-    made = []
-    for streams in dict.fromkeys(cell.streams for cell in cells):
-        lines = []
-        for kind in dict.fromkeys(cell.kind for cell in cells):
-            found = {c.depth: c.tok_s for c in cells if (c.streams, c.kind) == (streams, kind)}
-            fixed = sorted(d for d in found if d != AUTO)
-            lines.append(Line(kind, [(float(d), found[d] / found[0]) for d in fixed], thick=kind == ALL))
-            auto = found[AUTO] / found[0]
-            lines.append(Line("", [(float(fixed[0]), auto), (float(fixed[-1]), auto)], dashed=True))
-        title = f"{label}, {streams} stream{'s' if streams > 1 else ''}: speed over plain"
-        made.append(Panel(title, lines, "drafts per step (dashed: chosen every step)", y_from_zero=True))
-    return made
 
 
 def _groups(prompts: list[list[int]], size: int) -> list[list[list[int]]]:

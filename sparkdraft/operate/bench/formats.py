@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,23 +76,6 @@ def rise_of_all(readings: Readings, base: Readings) -> float:
 def kl_of_all(readings: Readings) -> float:
     """The mean over the texts, each with the same weight."""
     return statistics.fmean(reading.mean_kl for reading in readings.values())
-
-
-def rise_by_position(readings: Readings, base: Readings, width: int) -> list[tuple[float, float]]:
-    """Return (position, mean rise over the texts up to it), every 'width' positions and at the end."""
-    lost = [base[kind].logprobs - reading.logprobs for kind, reading in readings.items()]
-    longest = max(map(len, lost))
-    ends = [*range(width, longest, width), longest]
-    return [(end, math.expm1(statistics.fmean(float(each[:end].mean()) for each in lost))) for end in ends]
-
-
-def kl_by_position(readings: Iterable[Reading], width: int) -> list[tuple[float, float]]:
-    """Return (middle, mean divergence) of each stretch of 'width' positions."""
-    kls = [reading.kl for reading in readings]
-    stretches = range(0, max(map(len, kls)), width)
-    return [
-        (start + width / 2, float(torch.cat([kl[start : start + width] for kl in kls]).mean())) for start in stretches
-    ]
 
 
 def divergence(base: Tensor, other: Tensor) -> Tensor:
@@ -181,23 +164,6 @@ def reading_fields(own: Readings, base: Readings) -> dict[str, Any]:
     return {"texts": texts, "all": {"rise": round(rise_of_all(own, base), 6), "kl": round(kl_of_all(own), 8)}}
 
 
-# ---- perplexity, by the same path that serves requests
-
-HELDOUT = Path(__file__).with_name("heldout.txt")
-WINDOW = 512
-
-
-def perplexity(llm: LLM, text: str) -> tuple[float, int]:
-    """Return (perplexity, tokens scored). Raises UserError for a text of fewer than two tokens."""
-    ids = llm.tokenizer.encode(text, add_special=False)
-    if len(ids) < 2:
-        raise UserError(f"the text has {len(ids)} tokens, and a perplexity needs two or more: give a longer one")
-    windows = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
-    results = llm.generate([w for w in windows if len(w) > 1], SamplingParams(max_tokens=1, prompt_logprobs=0))
-    scores = [t.logprob for r in results for t in r.completions[0].prompt_logprobs or [] if t is not None]
-    return math.exp(-sum(scores) / len(scores)), len(scores)
-
-
 # ---- formats of the KV cache
 
 NOTATION = listed([each.notation for each in kv_formats()])
@@ -207,10 +173,6 @@ NOTATION = listed([each.notation for each in kv_formats()])
 class Format:
     name: str  # in the notation above
     options: dict[str, Any]  # fields of EngineConfig
-
-    @property
-    def is_centred(self) -> bool:
-        return bool(self.options.get("tq_centre", True))
 
 
 def parse_kv_formats(text: str) -> list[Format]:

@@ -15,7 +15,7 @@ from typing import Any
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
-from sparkdraft.operate.bench.accept import chat_prompts, read_prompts
+from sparkdraft.operate.bench.prompts import chat_prompts, read_prompts
 
 SETTLE = 16  # tokens that each stream writes before its gaps count
 BEFORE = 24  # steps without the long prompt, for comparison

@@ -3,7 +3,7 @@
 A decode step reads every weight and the K/V of every sequence once, and the drafter's if it drafts. Those bytes over
 the measured bandwidth are a lower bound (the floor) for the time of a step. For a mixture of experts the floor counts
 the experts that independently routed tokens would reach. Prompts are random ids, so the prefix cache finds nothing.
-Drafts of random weights are accepted as synthetic.py says; profile.py shows where the time goes.
+Drafts of random weights are accepted as synthetic.py says.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.core import Batch, SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.profile import Parts, Profile, recorder, summary, timed_parts
 from sparkdraft.operate.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSampler
 from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth, wait
 from sparkdraft.operate.instrument import replaced
@@ -103,11 +104,9 @@ class Row:
     timed_step_ms: float  # mean, in the pass that measured the shares: shows how much the waits disturbed it
     floor_gb: dict[str, float]  # bytes of the floor, by what they are
     overall_tok_s: float | None  # whole requests, including prompts; None with a synthetic acceptance
-    profile: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        known = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
-        return known if self.profile else {k: v for k, v in known.items() if k != "profile"}
+        return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +124,58 @@ class Memory:
         return f"memory: planned {self.plan.total / 2**30:.2f} GiB; in use at most {used}, taken from the GPU {taken}"
 
 
+@dataclass(slots=True)
+class Parts:
+    """Seconds spent in parts of the steps. The rest is scheduling, committing, and observing at block borders."""
+
+    draft: float = 0.0  # proposing drafts
+    target: float = 0.0  # running the target and sampling, until the ids can be read
+
+
+class TimedSampler:
+    """Waits for the sampler's result at once, as the engine would a moment later."""
+
+    def __init__(self, inner: Sampler, device: str, parts: Parts) -> None:
+        self.inner, self.device, self.parts = inner, device, parts
+        self.begin = 0.0  # set when the target starts
+
+    def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        sampled = self.inner(logits, rows)
+        wait(self.device)
+        self.parts.target += time.perf_counter() - self.begin
+        return sampled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@contextmanager
+def timed_parts(engine: Engine, parts: Parts) -> Iterator[None]:
+    """Times the engine's steps into 'parts'."""
+    device = engine.plan.device
+    timed = TimedSampler(engine.sampler, device, parts)
+    propose, run = engine.drafting.propose, engine.runner.run
+
+    def timed_propose(batch: Batch) -> None:
+        wait(device)
+        begin = time.perf_counter()
+        propose(batch)
+        wait(device)
+        parts.draft += time.perf_counter() - begin
+
+    def timed_run(batch: Batch) -> Tensor:
+        timed.begin = time.perf_counter()
+        return run(batch)
+
+    stand_ins = (
+        (engine.drafting, "propose", timed_propose),
+        (engine.runner, "run", timed_run),
+        (engine, "sampler", timed),
+    )
+    with replaced(*stand_ins):
+        yield
+
+
 class Bench:
     """Measures an engine under one load after the other."""
 
@@ -140,27 +191,26 @@ class Bench:
             # depth controllers need the costs of depths; recordings keep the acceptance that they were made with
             engine.warm_up()
 
-    def measure(self, load: Load, report: Report, profiled: bool = False) -> tuple[Row, Profile | None]:
-        """Warm up, measure, and see where the time goes: three or four passes over the same prompts, and one over whole
-        requests. The number of tokens that a drafted step observes varies, and each number is a shape to capture. The
-        warm-up is the same run, to the last accepted draft, so the measured pass finds every shape captured."""
-        steps, device = self.num_steps(load), self.engine.plan.device
+    def measure(self, load: Load, report: Report) -> Row:
+        """Warm up, measure, see where the time goes (three passes over the same prompts), and run whole requests.
+
+        The number of tokens that a drafted step observes varies, and each number is a shape to capture. The warm-up is
+        the same run, to the last accepted draft, so the measured pass finds every shape captured.
+        """
+        steps = self.num_steps(load)
         short, warm = min(steps, SHORT), steps if self.engine.drafting.max_depth else min(steps, WARM_STEPS)
-        progress = Counted(report, warm + steps + short + (short if profiled else 0))
+        progress = Counted(report, warm + steps + short)
         report(0, progress.total)
         self._run(load, warm, progress)
         measured = self._run(load, steps)
         progress.done += steps
         overall = None if self.acceptance else throughput(self.engine, self._requests(load), load.streams).tok_s
-        parts, found = Parts(), None
+        parts = Parts()
         with self._host_driven() as overlapped:
             if overlapped:  # host-driven steps run other kernels, which a first pass compiles
                 self._run(load, short)
             timed = self._run(load, short, progress, timed_parts(self.engine, parts))
-        if profiled:  # without progress, which would look like a gap
-            profiler = recorder(device)
-            found = summary(profiler, self.engine.plan.kernels, self._run(load, short, None, profiler).steps)
-        return self._row(load, measured, timed, parts, overall, found), found
+        return self._row(load, measured, timed, parts, overall)
 
     def run(self, load: Load) -> Pass:
         """Run one pass and nothing else. The first pass of a load is its warm-up."""
@@ -276,9 +326,7 @@ class Bench:
 
     # ---- results
 
-    def _row(
-        self, load: Load, measured: Pass, timed: Pass, parts: Parts, overall: float | None, found: Profile | None
-    ) -> Row:
+    def _row(self, load: Load, measured: Pass, timed: Pass, parts: Parts, overall: float | None) -> Row:
         median, mean = statistics.median(measured.steps), statistics.fmean(measured.steps)
         step, timed_total = measured.step, sum(timed.steps)
         draft, target = parts.draft / timed_total * step, parts.target / timed_total * step
@@ -304,7 +352,6 @@ class Bench:
             timed_step_ms=statistics.fmean(timed.steps) * 1e3,
             floor_gb={name: round(count / 1e9, 4) for name, count in read.items()},
             overall_tok_s=overall,
-            profile=found.as_dict() if found else None,
         )
 
     def prompt_operations(self, load: Load) -> float:

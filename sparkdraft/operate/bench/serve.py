@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice, zip_longest
@@ -23,10 +23,10 @@ import httpx
 import numpy as np
 
 from sparkdraft.core import UserError
-from sparkdraft.util.plot import Line, Panel, svg
+from sparkdraft.operate.bench.prompts import read_questions
 from sparkdraft.util.sse import async_lines_of
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 USAGE = {"stream_options": {"include_usage": True}}
 SPECULATION = {"return_speculation": True}
 # tried in this order: the most that a server may understand first
@@ -466,9 +466,8 @@ async def keep_busy(
 def read_prompts(names: Sequence[str] = ()) -> dict[str, list[Messages]]:
     """Return the prompts of each class as messages; of all classes unless some are named."""
     classes: dict[str, list[Messages]] = {}
-    for entry in map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines()):
-        messages = entry.get("messages") or [{"role": "user", "content": entry["prompt"]}]
-        classes.setdefault(entry["class"], []).append(messages)
+    for question in read_questions(PROMPTS):
+        classes.setdefault(question.kind, []).append(question.messages)
     if unknown := [name for name in names if name not in classes]:
         raise UserError(f"there is no class '{unknown[0]}'; --classes takes any of {', '.join(classes)}")
     return {name: classes[name] for name in names or classes}
@@ -488,7 +487,7 @@ def percentiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float]
     return {f"p{q}": float(np.percentile(values, q)) * scale for q in (50, 95)}
 
 
-# ---- results: a Markdown table that can be pasted into an issue, JSON, and a page of charts
+# ---- results: JSON, and a Markdown table that can be pasted into an issue
 
 DRAFTS_FROM = {
     "responses": "Acceptance is taken from the responses.",
@@ -568,54 +567,8 @@ def _pair(values: dict[str, float] | None, digits: int) -> str:
 
 
 def write(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write serve.json, serve.md and serve.svg, and return their paths."""
-    texts = {
-        "serve.json": json.dumps(report, indent=1) + "\n",
-        "serve.md": markdown(report) + "\n",
-        "serve.svg": svg(panels(report["rows"])),
-    }
+    """Write serve.json and serve.md, and return their paths."""
+    texts = {"serve.json": json.dumps(report, indent=1) + "\n", "serve.md": markdown(report) + "\n"}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
-
-
-def panels(rows: list[Row]) -> list[Panel]:
-    """Draw speed and times over the number of streams, and acceptance by position if the server reports it."""
-    found = [
-        _by_streams(rows, "speed", "tokens per second, all streams together", lambda row: row["tok_s"]),
-        _by_streams(rows, "time to the first token", "ms, p50", lambda row: _p50(row["ttft_ms"])),
-        _by_streams(rows, "time per token after the first", "ms, p50", lambda row: _p50(row["tpot_ms"])),
-    ]
-    return found + ([_by_position(rows)] if any(row["per_position"] for row in rows) else [])
-
-
-def _p50(values: dict[str, float] | None) -> float | None:
-    return values["p50"] if values else None
-
-
-def _by_streams(rows: list[Row], title: str, unit: str, value: Callable[[Row], float | None]) -> Panel:
-    """Draw a line per class, and a dashed one for its run without drafting."""
-    lines = []
-    for name in dict.fromkeys(row["class"] for row in rows):
-        mine = [row for row in rows if row["class"] == name]
-        lines.append(Line(name, _points((row["streams"], value(row)) for row in mine)))
-        plain = _points((row["streams"], value(row["plain"])) for row in mine if row.get("plain"))
-        lines += [Line(name, plain, dashed=True)] if plain else []
-    x_label = "streams at once" + (" (dashed: without drafting)" if any(line.dashed for line in lines) else "")
-    return Panel(title, lines, x_label, unit, y_from_zero=True, x_doubling=True)
-
-
-def _points(found: Iterable[tuple[int, float | None]]) -> list[tuple[float, float]]:
-    return sorted((streams, value) for streams, value in found if value is not None)
-
-
-def _by_position(rows: list[Row]) -> Panel:
-    """Draw the share of drafting steps that accepted each position, a line per class at the fewest streams."""
-    fewest = min(row["streams"] for row in rows)
-    lines = [
-        Line(row["class"], [(i + 1, share) for i, share in enumerate(row["per_position"])])
-        for row in rows
-        if row["streams"] == fewest and row["per_position"]
-    ]
-    x_label = f"position of the draft, at {fewest} {'stream' if fewest == 1 else 'streams'}"
-    return Panel("drafts accepted", lines, x_label, "share of the drafting steps", y_percent=True)

@@ -7,9 +7,6 @@ and its result is then replaced. Two more things are replaced, because random we
 - The drafts' ids (`spread`). Random weights draft one id again and again, and equal ids reach the same experts, so a
   model with experts would read too few of them.
 - The drafter's confidence, which decides where blocks are cut: it follows from the probability.
-
-VariedAcceptance draws blocks that differ as real ones do, with confidences to match, and so shows what cutting them
-gains. Its constants were fitted to 3915 blocks of the embedded drafter (tests/speculation/drafted_blocks.npz).
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -38,11 +34,8 @@ Propose = Callable[[Anchors, int, Pick], Tensor]
 ROW_STRIDE, STREAM_STRIDE = 7919, 104729  # between ids: primes
 TABLE_ROWS = 4096  # most steps of one pass, where the device reads the table
 HALVINGS = 60  # of [0, 1]: beyond float64's resolution
-# Of the embedded drafter's greedy blocks: how sure it is of a draft is normal around a mean that falls from the first
-# draft to the fifteenth, with one deviation for a block and one for a draft in it; a draft that is reached is accepted
-# with the chance sigmoid(SLOPE * gap + BASE).
-FALL, BLOCK_DEVIATION, DRAFT_DEVIATION, SLOPE, BASE = 4.9, 3.3, 1.7, 0.80, -0.26
-DRAWN_PER_BLOCK = 16  # blocks drawn for each that is taken, so that those taken have the mean asked for
+# A draft of the embedded drafter that is reached is accepted with the chance sigmoid(SLOPE * gap + BASE).
+SLOPE, BASE = 0.80, -0.26
 
 
 class Outcomes(NamedTuple):
@@ -115,46 +108,6 @@ class Acceptance:
             f"each of {self.depth} drafts accepted with p = {self.p:.4f} where reached, "
             f"mean length {self.length:g} (truncated geometric, drawn in equal slices)"
         )
-
-
-@dataclass(frozen=True)
-class VariedAcceptance(Acceptance):
-    """Blocks that differ as real ones do. The length is the mean of uncut blocks."""
-
-    @cached_property
-    def shift(self) -> float:
-        """The shift of all confidences that gives the mean length asked for."""
-        low, high = -60.0, 60.0
-        for _ in range(30):
-            middle = (low + high) / 2
-            short = 1 + self._draw(8192, np.random.default_rng(0), middle)[1].mean() < self.length
-            low, high = (middle, high) if short else (low, middle)
-        return (low + high) / 2
-
-    def outcomes(self, steps: int, streams: int, seed: int = 0) -> Outcomes:
-        """Draw more blocks than needed, sort them by accepted drafts and take every n-th, so that the mean is close to
-        the one asked for even for few steps. Each stream gets one of 'streams' neighbours, as in `table`."""
-        rng, count = np.random.default_rng(seed), steps * streams
-        gaps, accepted = self._draw(count * DRAWN_PER_BLOCK, rng, self.shift)
-        order = rng.permutation(len(accepted))
-        order = order[np.argsort(accepted[order], kind="stable")]
-        taken = order[DRAWN_PER_BLOCK // 2 :: DRAWN_PER_BLOCK].reshape(steps, streams)
-        taken = rng.permuted(rng.permuted(taken, axis=1), axis=0)
-        return Outcomes(accepted[taken], gaps[taken])
-
-    def describe(self) -> str:
-        return (
-            f"blocks of {self.depth} drafts that vary as the embedded drafter's do, with the gaps that it would give; "
-            f"mean length of whole blocks {self.length:g}"
-        )
-
-    def _draw(self, count: int, rng: np.random.Generator, shift: float) -> tuple[NDArray[np.float32], Table]:
-        """Return the gaps [count, depth] and the number of accepted drafts."""
-        mean = shift - FALL * np.arange(self.depth) / 14
-        block = rng.normal(0, BLOCK_DEVIATION, (count, 1))
-        gaps = np.clip(mean + block + rng.normal(0, DRAFT_DEVIATION, (count, self.depth)), -WIDEST, WIDEST)
-        right = rng.random((count, self.depth)) < 1 / (1 + np.exp(-(SLOPE * gaps + BASE)))
-        return gaps.astype(np.float32), right.cumprod(1).sum(1, dtype=np.int32)
 
 
 def spread(propose: Propose, vocab_size: int) -> Propose:

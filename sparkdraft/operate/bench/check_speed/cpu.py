@@ -26,10 +26,10 @@ import httpx
 from sparkdraft.config import NO_PROFILE
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
-from sparkdraft.operate.bench.accept import chat_prompts, read_prompts
 from sparkdraft.operate.bench.check_speed.check import Group, Names, for_streams
 from sparkdraft.operate.bench.long_prompt import Beside, LongPrompt
 from sparkdraft.operate.bench.offline import throughput
+from sparkdraft.operate.bench.prompts import chat_prompts, read_prompts
 from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, in_turn, joined, part
 from sparkdraft.operate.bench.serve import Client, Messages, keep_busy
 

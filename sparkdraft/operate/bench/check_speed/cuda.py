@@ -16,9 +16,10 @@ import torch
 from sparkdraft.config import NO_PROFILE, EngineConfig
 from sparkdraft.core import AUTO, SamplingParams
 from sparkdraft.llm import LLM
-from sparkdraft.operate.bench.accept import chat_prompts, decode, read_prompts
+from sparkdraft.operate.bench.accept import decode
 from sparkdraft.operate.bench.check_speed.check import Group, Measure, Names, Skipped, for_streams
 from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
+from sparkdraft.operate.bench.prompts import chat_prompts, read_prompts
 from sparkdraft.operate.bench.random_model import drafter_shape, random_engine, shape
 from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, Side, in_turn, joined, part
 from sparkdraft.operate.bench.synthetic import Acceptance
