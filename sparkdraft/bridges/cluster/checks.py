@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
@@ -23,8 +22,6 @@ from sparkdraft.util.names import alike
 
 LOOK_SECONDS = 160.0
 GAP = 2.0  # seconds between two readings of a cable's error counters
-MOST_SKEW = 1.0  # seconds
-LEAST_DISK = 1 << 30
 GIB = 1 << 30
 SAME_PACKAGES = {  # packages whose versions must agree, and how bad it is if they do not
     "vllm": ("vLLM", Status.BROKEN, "ranks of two versions do not understand each other"),
@@ -61,8 +58,9 @@ class Seen:
     host: Host
     facts: dict[str, Any] = field(default_factory=dict)
     problem: str = ""  # a sentence
-    skew: float = 0.0  # seconds that its clock is ahead of this machine's
-    skew_error: float = 0.0  # uncertainty of the skew
+
+    def finding(self, name: str, value: str, status: Status = Status.FINE, advice: str = "") -> Finding:
+        return Finding(self.host.label, name, value, status, advice)
 
 
 def hosts_of(cluster: Cluster) -> list[Host]:
@@ -79,7 +77,6 @@ def survey(cluster: Cluster, ports: Sequence[int] = (), paths: Sequence[str] = (
             "ip": host.spec.ip,
             "interfaces": host.spec.interfaces,
             "rdma": host.spec.rdma,
-            "run": host.run_folder,
             "head": [cluster.hosts[0].ip, cluster.port] if host.rank else None,
             "ports": [] if host.rank else ports,
             "paths": paths,
@@ -97,18 +94,14 @@ def survey(cluster: Cluster, ports: Sequence[int] = (), paths: Sequence[str] = (
 
 def look_at(host: Host, spec: dict[str, Any]) -> Seen:
     host.install()
-    begin = time.time()
     done = host.run(host.node_script("look"), LOOK_SECONDS, json.dumps(spec).encode())
-    end = time.time()
     try:
-        facts = json.loads(done.out)
+        return Seen(host, json.loads(done.out))
     except ValueError:
         raise UserError(
             f"{host.label}: `{host.spec.python}` cannot look at the machine ({done.last_line}): name a Python 3.10 or "
             "later as `python` in the hosts file"
         ) from None
-    latest = end - facts["seconds"]  # it began between `begin` and this
-    return Seen(host, facts, "", facts["time"] - (begin + latest) / 2, abs(latest - begin) / 2)
 
 
 def judge(seen: Sequence[Seen], memory_fraction: float = 0.0) -> list[Finding]:
@@ -117,13 +110,12 @@ def judge(seen: Sequence[Seen], memory_fraction: float = 0.0) -> list[Finding]:
     head = next((each for each in seen if each.facts), None)
     for each in seen:
         if each.problem:
-            found.append(_finding(each, "machine", each.problem, Status.BROKEN))
+            found.append(each.finding("machine", each.problem, Status.BROKEN))
             continue
         assert head
-        for check in EACH:
-            found += check(each, head)
-        found += judge_memory(each, memory_fraction)
-        found += [*judge_interfaces(each), *judge_rdma(each), *judge_errors(each), *judge_variables(each, seen)]
+        found += [*judge_versions(each, head), *judge_gpus(each, head)]
+        found += [*judge_start(each), *judge_memory(each, memory_fraction)]
+        found += [*judge_interfaces(each), *judge_rdma(each), *judge_errors(each), *judge_variables(each, head)]
     return found
 
 
@@ -132,72 +124,46 @@ def judge_versions(seen: Seen, head: Seen) -> Iterator[Finding]:
     own, first = seen.facts["vllm"], head.facts["vllm"]
     if problem := own.get("problem"):
         advice = "install vLLM there, or name its path as `vllm` in the hosts file"
-        yield _finding(seen, "vLLM", problem, Status.BROKEN, advice)
+        yield seen.finding("vLLM", problem, Status.BROKEN, advice)
         return
     shown = ", ".join(f"{name} {own[name]}" for name in SAME_PACKAGES if name in own)
-    yield _finding(seen, "versions", shown)
+    yield seen.finding("versions", shown)
     for name, (title, status, why) in SAME_PACKAGES.items():
         a, b = own.get(name), first.get(name)
         if a != b and "problem" not in first:
             value = f"{title} is {a or 'not installed'} on {seen.host.label} and {b or 'not installed'} on "
             install = f"install {name}=={b} on {seen.host.label}" if b else f"install {name}=={a} on {head.host.label}"
-            yield _finding(seen, title, f"{value}{head.host.label}: {why}", status, install)
+            yield seen.finding(title, f"{value}{head.host.label}: {why}", status, install)
 
 
 def judge_gpus(seen: Seen, head: Seen) -> Iterator[Finding]:
     own, first = (each.facts["gpus"] for each in (seen, head))
     if not own and not first:
-        yield _finding(seen, "GPU", "nvidia-smi finds none: ranks run on the CPU", Status.NOTE)
+        yield seen.finding("GPU", "nvidia-smi finds none: ranks run on the CPU", Status.NOTE)
     elif bool(own) != bool(first):
         without = seen if not own else head
         value, advice = f"nvidia-smi finds none on {without.host.label}", "mend its driver: `nvidia-smi` must list it"
-        yield _finding(seen, "GPU", value, Status.BROKEN, advice)
+        yield seen.finding("GPU", value, Status.BROKEN, advice)
     else:
-        yield _finding(seen, "GPU", f"{own[0]['name']}, driver {own[0]['driver']}")
+        yield seen.finding("GPU", f"{own[0]['name']}, driver {own[0]['driver']}")
         if own[0]["driver"] != first[0]["driver"]:
             value = f"{own[0]['driver']} on {seen.host.label} and {first[0]['driver']} on {head.host.label}"
-            yield _finding(seen, "driver", value, Status.CHANGE, "update the older one: mixed drivers may hang")
+            yield seen.finding("driver", value, Status.CHANGE, "update the older one: mixed drivers may hang")
 
 
-def judge_clock(seen: Seen, head: Seen) -> Iterator[Finding]:
-    """Compares a clock with this machine's, as precisely as ssh allows."""
-    sure = abs(seen.skew) - seen.skew_error
-    if sure > MOST_SKEW:
-        value = f"{abs(seen.skew):.1f} s {'ahead of' if seen.skew > 0 else 'behind'} this machine's"
-        advice = "turn time synchronisation on (timedatectl set-ntp true): lines of the logs cannot be compared"
-        yield _finding(seen, "clock", value, Status.CHANGE, advice)
-    else:
-        yield _finding(seen, "clock", f"agrees within {abs(seen.skew) + seen.skew_error:.1f} s")
-
-
-def judge_disk(seen: Seen, head: Seen) -> Iterator[Finding]:
-    disk, folder = seen.facts["disk"], seen.host.run_folder
-    if disk["problem"]:
-        advice = "free some space, or name another `folder` in the hosts file"
-        yield _finding(seen, "logs", f"{folder} cannot be written: {disk['problem']}", Status.BROKEN, advice)
-    elif disk["free"] < LEAST_DISK:
-        value = f"{disk['free'] / GIB:.2f} GiB are free for {folder}"
-        yield _finding(seen, "logs", value, Status.CHANGE, "free some space: a log ends where the disk is full")
-
-
-def judge_ports(seen: Seen, head: Seen) -> Iterator[Finding]:
+def judge_start(seen: Seen) -> Iterator[Finding]:
+    """Ports, the way to the first machine, and files."""
     for port, problem in seen.facts["ports"].items():
         if problem:
             advice = f"`ss -ltnp | grep {port}` says by whom; end it, or choose another port"
-            yield _finding(seen, f"port {port}", problem, Status.BROKEN, advice)
-
-
-def judge_reach(seen: Seen, head: Seen) -> Iterator[Finding]:
+            yield seen.finding(f"port {port}", problem, Status.BROKEN, advice)
     if why := seen.facts["reach"]:
         value = f"{seen.host.label} does not reach the first machine on the fast network ({why})"
-        yield _finding(seen, "network", value, Status.BROKEN, "check cable, addresses (`ip addr`) and firewalls")
-
-
-def judge_files(seen: Seen, head: Seen) -> Iterator[Finding]:
+        yield seen.finding("network", value, Status.BROKEN, "check cable, addresses (`ip addr`) and firewalls")
     for path in seen.facts["missing"]:
         plain = PurePosixPath(path)  # rsync copies only the contents of a folder with a slash at its end
         advice = f"copy it: rsync -a {plain} {seen.host.spec.address}:{plain.parent}/"
-        yield _finding(seen, "files", f"{path} is not there, and every rank reads it", Status.BROKEN, advice)
+        yield seen.finding("files", f"{path} is not there, and every rank reads it", Status.BROKEN, advice)
 
 
 def judge_memory(seen: Seen, fraction: float) -> Iterator[Finding]:
@@ -207,20 +173,9 @@ def judge_memory(seen: Seen, fraction: float) -> Iterator[Finding]:
     if shares and fraction * total > free:
         value = f"{free / GIB:.0f} of {total / GIB:.0f} GiB are available, and --memory-fraction {fraction:g} takes "
         advice = "end other programs (echo 1 > /proc/sys/vm/drop_caches frees the rest), or lower --memory-fraction"
-        yield _finding(seen, "memory", f"{value}{fraction * total / GIB:.0f}", Status.CHANGE, advice)
+        yield seen.finding("memory", f"{value}{fraction * total / GIB:.0f}", Status.CHANGE, advice)
     else:
-        yield _finding(seen, "memory", f"{free / GIB:.0f} of {total / GIB:.0f} GiB are available")
-
-
-Check = Callable[[Seen, Seen], Iterator[Finding]]
-EACH: tuple[Check, ...] = (
-    *(judge_versions, judge_gpus, judge_clock, judge_disk),
-    *(judge_ports, judge_reach, judge_files),
-)
-
-
-def _finding(seen: Seen, name: str, value: str, status: Status = Status.FINE, advice: str = "") -> Finding:
-    return Finding(seen.host.label, name, value, status, advice)
+        yield seen.finding("memory", f"{free / GIB:.0f} of {total / GIB:.0f} GiB are available")
 
 
 def judge_interfaces(seen: Seen) -> Iterator[Finding]:
@@ -228,11 +183,11 @@ def judge_interfaces(seen: Seen) -> Iterator[Finding]:
     if not seen.facts["has_ip"]:
         there = _listed(f"{name} has {each['address']}" for name, each in known.items() if each.get("address"))
         value = f"{label} does not have {spec.ip}" + (f"; {there}" if known else "")
-        yield Finding(label, "address", value, Status.BROKEN, "correct `ip` in the hosts file, or its netplan")
+        yield seen.finding("address", value, Status.BROKEN, "correct `ip` in the hosts file, or its netplan")
     if not spec.interfaces:
         if spec.address != LOCAL:
             advice = "name them as `interfaces` in the hosts file: gloo and NCCL may choose the slow network"
-            yield Finding(label, "interfaces", "none are named", Status.CHANGE, advice)
+            yield seen.finding("interfaces", "none are named", Status.CHANGE, advice)
         return
     for name in spec.interfaces:
         yield from _interface(seen, name, known[name])
@@ -243,19 +198,19 @@ def _interface(seen: Seen, name: str, facts: dict[str, int]) -> Iterator[Finding
     if not facts:
         there = f"it has {_listed(seen.facts['all_interfaces'])}"
         value = f"{label} has no interface {name}; {there}"
-        yield Finding(label, title, value, Status.BROKEN, "correct `interfaces` of this host in the hosts file")
+        yield seen.finding(title, value, Status.BROKEN, "correct `interfaces` of this host in the hosts file")
     elif not facts["up"]:
         value, advice = "it is down", f"plug the cable in, then: sudo ip link set {name} up"
-        yield Finding(label, title, value, Status.BROKEN, advice)
+        yield seen.finding(title, value, Status.BROKEN, advice)
     elif facts["mtu"] < JUMBO:
         advice = f"sudo ip link set {name} mtu {JUMBO}, on every machine: frames of 1500 bytes halve the rate"
-        yield Finding(label, title, f"frames of {facts['mtu']} bytes", Status.CHANGE, advice)
+        yield seen.finding(title, f"frames of {facts['mtu']} bytes", Status.CHANGE, advice)
     elif 0 < facts["speed"] < LEAST_SPEED:
         value = f"{facts['speed'] / 1000:g} Gbit/s, and a Spark's port has {LEAST_SPEED / 1000:g} by each of its twins"
-        yield Finding(label, title, value, Status.CHANGE, "check that this is the QSFP port, and its cable")
+        yield seen.finding(title, value, Status.CHANGE, "check that this is the QSFP port, and its cable")
     else:
         speed = f"{facts['speed'] / 1000:g} Gbit/s, " if facts["speed"] else ""
-        yield Finding(label, title, f"{speed}frames of {facts['mtu']} bytes")
+        yield seen.finding(title, f"{speed}frames of {facts['mtu']} bytes")
 
 
 def judge_rdma(seen: Seen) -> Iterator[Finding]:
@@ -264,52 +219,47 @@ def judge_rdma(seen: Seen) -> Iterator[Finding]:
     if not spec.rdma:
         if active:
             value = f"none is named, and {_listed(active)} is active: ranks use TCP, ten times as slow"
-            yield Finding(label, "RoCE", value, Status.CHANGE, "name the devices as `rdma` in the hosts file")
+            yield seen.finding("RoCE", value, Status.CHANGE, "name the devices as `rdma` in the hosts file")
         return
     for name in spec.rdma:
         if name not in known:
             value = f"{label} has no RoCE device {name}; it has {_listed(known)}"
-            yield Finding(label, "RoCE", value, Status.BROKEN, "correct `rdma` of this host (`ibv_devices` lists them)")
+            yield seen.finding("RoCE", value, Status.BROKEN, "correct `rdma` of this host (`ibv_devices` lists them)")
         elif known[name]["state"] != "ACTIVE":
             value = f"{name} is {known[name]['state'] or 'not told'}"
-            yield Finding(label, "RoCE", value, Status.BROKEN, "plug the cable in; both ends must be up")
+            yield seen.finding("RoCE", value, Status.BROKEN, "plug the cable in; both ends must be up")
         else:
-            yield Finding(label, "RoCE", f"{name} is active, {known[name]['rate']}")
+            yield seen.finding("RoCE", f"{name} is active, {known[name]['rate']}")
             yield from _gid(seen, name, known[name]["gids"])
     for name in spec.rdma:
         twin = _twin(name)
         if twin in active and twin not in spec.rdma:
             value = f"{name} is named and its twin {twin} is not: a port is two devices of half its rate each"
-            yield Finding(label, "RoCE", value, Status.CHANGE, f"add {twin} to `rdma` of this host")
+            yield seen.finding("RoCE", value, Status.CHANGE, f"add {twin} to `rdma` of this host")
 
 
 def _gid(seen: Seen, name: str, gids: dict[str, list[str]]) -> Iterator[Finding]:
     """NCCL must use a RoCE v2 entry with an IPv4 address; a wrong one fails only after a minute."""
-    index, label = seen.host.spec.gid_index, seen.host.label
+    index = seen.host.spec.gid_index
     fit = [int(i) for i, (gid, kind) in gids.items() if kind == ROCE_V2 and _ipv4(gid)]
     if index is not None and index not in fit:
         value = f"GID {index} of {name} is {_listed(gids.get(str(index), ['empty']))}, and not RoCE v2 with an IPv4"
         advice = f"set gid_index = {fit[0]} for this host" if fit else f"give the interface of {name} an IPv4 address"
-        yield Finding(label, "GID", value, Status.BROKEN, advice)
+        yield seen.finding("GID", value, Status.BROKEN, advice)
     elif not fit:
         value = f"{name} has no RoCE v2 entry with an IPv4 address"
-        yield Finding(label, "GID", value, Status.BROKEN, f"give the interface of {name} an IPv4 address")
+        yield seen.finding("GID", value, Status.BROKEN, f"give the interface of {name} an IPv4 address")
 
 
 def judge_errors(seen: Seen) -> Iterator[Finding]:
     """Errors that grow while nothing runs come from the cable."""
     before, after = seen.facts["errors"]
-    label, seconds = seen.host.label, seen.facts["seconds"]
-    grown = {name: (before.get(name, 0), value) for name, value in after.items() if value > before.get(name, 0)}
+    grown = [f"{name} {before.get(name, 0)} -> {n}" for name, n in after.items() if n > before.get(name, 0)]
     if grown:
-        shown = "; ".join(f"{name} {a} -> {b}" for name, (a, b) in grown.items())
         advice = "swap the cable (DAC), or seat it again: ranks wait for repeated packets, and time out"
-        yield Finding(label, "cable", f"errors grow: {shown} in {seconds:.0f} s", Status.BROKEN, advice)
-    elif after:
-        shown = "; ".join(f"{name} {value}" for name, value in sorted(after.items(), key=lambda each: -each[1])[:3])
-        yield Finding(label, "cable", f"errors since its start, none in {seconds:.0f} s: {shown}", Status.NOTE)
-    elif before is not None and (seen.host.spec.interfaces or seen.host.spec.rdma):
-        yield Finding(label, "cable", f"no errors since its start, nor in {seconds:.0f} s")
+        yield seen.finding("cable", f"errors grow: {'; '.join(grown)}", Status.BROKEN, advice)
+    elif seen.host.spec.interfaces or seen.host.spec.rdma:
+        yield seen.finding("cable", "no errors are added")
 
 
 def _ipv4(gid: str) -> str:
@@ -328,9 +278,8 @@ def _twin(name: str) -> str:
     return f"rocep1s0{found[1]}" if found else ""
 
 
-def _listed(names: object) -> str:
-    assert hasattr(names, "__iter__")
-    return ", ".join(sorted(str(each) for each in names if each)) or "none"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(filter(None, names))) or "none"
 
 
 def environment_of(seen: Seen) -> dict[str, str]:
@@ -338,49 +287,47 @@ def environment_of(seen: Seen) -> dict[str, str]:
     return {**seen.facts["environ"], **rank_environment(seen.host.spec, 0)}
 
 
-def judge_variables(seen: Seen, others: Sequence[Seen]) -> Iterator[Finding]:
+def judge_variables(seen: Seen, head: Seen) -> Iterator[Finding]:
     own, label = environment_of(seen), seen.host.label
-    yield from _misspelt(label, own)
+    yield from _misspelt(seen, own)
     names = seen.facts["all_interfaces"]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if missing := _unmatched(own.get(variable, ""), names, exact=variable.startswith("GLOO")):
             value = f"it is {own[variable]}, and {label} has no interface {missing}, only {', '.join(names)}"
             if missing not in seen.host.spec.interfaces:  # judge_interfaces reports those
-                yield Finding(label, variable, value, Status.BROKEN, f"correct {variable}, or leave it to `interfaces`")
+                yield seen.finding(variable, value, Status.BROKEN, f"correct {variable}, or leave it to `interfaces`")
     if own.get("NCCL_IB_DISABLE", "0") in ("", "0"):
         devices = seen.facts["rdma"]
         if missing := _unmatched(own.get("NCCL_IB_HCA", ""), devices):
             there = ", ".join(devices) or "none"
             value = f"it is {own['NCCL_IB_HCA']}, and {label} has no RoCE device {missing}, only {there}"
             if missing not in seen.host.spec.rdma:  # judge_rdma reports those
-                yield Finding(label, "NCCL_IB_HCA", value, Status.BROKEN, "correct it, or leave it to `rdma`")
+                yield seen.finding("NCCL_IB_HCA", value, Status.BROKEN, "correct it, or leave it to `rdma`")
     elif seen.host.spec.rdma:
         value = f"it is {own['NCCL_IB_DISABLE']}, so ranks use TCP though RoCE is named: ten times as slow"
-        yield Finding(label, "NCCL_IB_DISABLE", value, Status.CHANGE, "remove it from the hosts file")
+        yield seen.finding("NCCL_IB_DISABLE", value, Status.CHANGE, "remove it from the hosts file")
     if own["VLLM_HOST_IP"] != seen.host.spec.ip:
         value = f"it is {own['VLLM_HOST_IP']}, and this host's ip is {seen.host.spec.ip}"
-        yield Finding(label, "VLLM_HOST_IP", value, Status.BROKEN, "remove it: every machine has its own")
-    yield from _different(seen, own, others)
+        yield seen.finding("VLLM_HOST_IP", value, Status.BROKEN, "remove it: every machine has its own")
+    yield from _different(seen, own, head)
 
 
-def _misspelt(label: str, own: dict[str, str]) -> Iterator[Finding]:
+def _misspelt(seen: Seen, own: dict[str, str]) -> Iterator[Finding]:
     for name in own:
-        if name.startswith(PREFIXES) and name not in KNOWN:
-            near = alike(name, KNOWN, near=0.9)
-            if near:
-                value = f"{name}={own[name]} is read by nobody: did you mean {near}?"
-                yield Finding(label, name, value, Status.CHANGE, f"rename it to {near}, or remove it")
+        near = alike(name, KNOWN, near=0.9) if name.startswith(PREFIXES) and name not in KNOWN else ""
+        if near:
+            value = f"{name}={own[name]} is read by nobody: did you mean {near}?"
+            yield seen.finding(name, value, Status.CHANGE, f"rename it to {near}, or remove it")
 
 
-def _different(seen: Seen, own: dict[str, str], others: Sequence[Seen]) -> Iterator[Finding]:
-    head = next(each for each in others if each.facts)
+def _different(seen: Seen, own: dict[str, str], head: Seen) -> Iterator[Finding]:
     first = environment_of(head)
     for name in SAME_VARIABLES:
         if own.get(name) != first.get(name):
             a, b = own.get(name, "not set"), first.get(name, "not set")
             value = f"it is {a} on {seen.host.label} and {b} on {head.host.label}: ranks that differ in it wait forever"
             advice = "set it once, under [environment] at the top of the hosts file"
-            yield Finding(seen.host.label, name, value, Status.BROKEN, advice)
+            yield seen.finding(name, value, Status.BROKEN, advice)
 
 
 def _unmatched(value: str, names: Iterable[str], exact: bool = False) -> str:

@@ -18,7 +18,7 @@ import tarfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -29,15 +29,26 @@ from sparkdraft.util.names import did_you_mean, user_path
 
 LOCAL = "local"  # the address of this machine, which needs no ssh
 NAME = re.compile(r"[\w.-]+")
-SHARED = (
-    "python",
-    "vllm",
-    "folder",
-    "gid_index",
-    "interfaces",
-    "rdma",
-    "environment",
-)  # keys of a host, or at the top for all hosts
+# Keys of the file and their types: of the whole cluster, of a host or at the top for all hosts, and of a host alone
+CLUSTER_KEYS = {
+    "name": str,
+    "port": int,
+    "silence_seconds": float,
+    "hang_seconds": float,
+    "ready_seconds": float,
+    "restarts": int,
+}
+SHARED_KEYS = {
+    "python": str,
+    "vllm": str,
+    "folder": str,
+    "gid_index": int,
+    "interfaces": list,
+    "rdma": list,
+    "environment": dict,
+}
+HOST_KEYS = {"address": str, "ip": str, **SHARED_KEYS}
+KINDS = {str: "a text", int: "a whole number", float: "a number", list: "a list of names", dict: "a table of variables"}
 CONNECT_SECONDS = 10
 OPTIONS = {
     "BatchMode": "yes",
@@ -63,12 +74,12 @@ ADVICE = {
 class HostSpec:
     address: str  # as ssh knows it, or "local"
     ip: str  # on the fast network, which the ranks use
-    interfaces: tuple[str, ...] = ()  # of that network
-    rdma: tuple[str, ...] = ()  # RoCE devices of these ports, both twins of each; none: TCP
+    interfaces: Sequence[str] = ()  # of that network
+    rdma: Sequence[str] = ()  # RoCE devices of these ports, both twins of each; none: TCP
     gid_index: int | None = None  # index of the RoCE v2 entry with the IPv4 address; None: NCCL's choice
     python: str = "python3"
     vllm: str = "vllm"
-    folder: str = ".cache/sparkdraft/cluster"  # for logs, relative to the home folder
+    folder: str = ".cache/sparkdraft/cluster"  # for the code that runs there, relative to the home folder
     environment: Mapping[str, str] = field(default_factory=dict)  # overrides the derived variables
 
 
@@ -102,17 +113,16 @@ def read_cluster(path: str) -> Cluster:
 
 
 def parse_cluster(data: dict[str, Any], name: str) -> Cluster:
-    own = [each.name for each in fields(Cluster) if each.name != "hosts"]
-    _check_keys(data, [*own, *SHARED, "host"], "at the top")
     tables = data.get("host", [])
+    top = {key: value for key, value in data.items() if key != "host"}
+    given = _typed(top, {**CLUSTER_KEYS, **SHARED_KEYS}, "at the top", ["host"])
     if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables) or len(tables) < 2:
         raise UserError("it needs two or more [[host]] tables, each with an address and an ip")
-    shared = {key: data[key] for key in SHARED if key in data}
-    hosts = tuple(_host(shared, each, i) for i, each in enumerate(tables, 1))
+    shared = {key: given.pop(key) for key in SHARED_KEYS if key in given}
+    hosts = tuple(_host(shared, each, f"in host {i}") for i, each in enumerate(tables, 1))
     ips = [each.ip for each in hosts if each.address != LOCAL]
     if twice := next((ip for ip in ips if ips.count(ip) > 1), None):
         raise UserError(f"the ip {twice} is that of two hosts; every machine has its own")
-    given = {key: _typed(key, value, _kind(Cluster, key)) for key, value in data.items() if key in own}
     cluster = Cluster(**{"name": name, **given, "hosts": hosts})
     if not NAME.fullmatch(cluster.name):
         raise UserError(f"the name is '{cluster.name}'; letters, digits, dots and dashes name a folder")
@@ -121,64 +131,40 @@ def parse_cluster(data: dict[str, Any], name: str) -> Cluster:
     return cluster
 
 
-def _host(shared: dict[str, Any], given: dict[str, Any], number: int) -> HostSpec:
-    where = f"in host {number}"
-    _check_keys(given, [each.name for each in fields(HostSpec)], where)
+def _host(shared: dict[str, Any], table: dict[str, Any], where: str) -> HostSpec:
+    given = _typed(table, HOST_KEYS, where)
     for key in ("address", "ip"):
         if key not in given:
             raise UserError(f"{where} {key} is missing")
-    for place, table in (("at the top", shared), (where, given)):
-        _check_environment(table.get("environment", {}), place)
-    merged = {**shared, **given, "environment": {**shared.get("environment", {}), **given.get("environment", {})}}
-    values = {key: _typed(f"{key} {where}", value, _kind(HostSpec, key)) for key, value in merged.items()}
-    host = HostSpec(**values)
+    environment = {**shared.get("environment", {}), **given.get("environment", {})}
+    host = HostSpec(**{**shared, **given, "environment": environment})
     if not host.address or host.address.startswith("-") or set(host.address) & set(" \t\n"):
         raise UserError(f"{where} the address is '{host.address}'; give it as `ssh` takes it, such as me@spark-1")
     try:
         ipaddress.IPv4Address(host.ip)
     except ValueError:
         raise UserError(f"{where} the ip is '{host.ip}'; give the IPv4 address on the fast network") from None
-    return HostSpec(**{**values, "folder": host.folder.removeprefix("~/")})
+    return replace(host, folder=host.folder.removeprefix("~/"))
 
 
-def _check_environment(given: Any, where: str) -> None:
-    if not isinstance(given, dict):
-        raise UserError(f"environment {where} must be a table of variables, and is {given!r}")
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise UserError(f"{name} of the environment {where} must be a text or a number, and is {value!r}")
-
-
-def _check_keys(data: Mapping[str, Any], known: list[str], where: str) -> None:
-    for key in data:
-        if key not in known:
-            question = did_you_mean(key, known)
+def _typed(table: dict[str, Any], kinds: dict[str, type], where: str, tables: Sequence[str] = ()) -> dict[str, Any]:
+    """Checks the keys and the types of a table. tables: other names that may have been meant."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in kinds:
+            question = did_you_mean(key, [*kinds, *tables])
             raise UserError(f"{where} '{key}' is not known" + (f": {question}" if question else ""))
-
-
-def _kind(record: type, name: str) -> type:
-    """The type of a field, from its default."""
-    each = next(each for each in fields(record) if each.name == name)
-    if name == "gid_index":
-        return int
-    if each.default_factory is not MISSING:
-        return dict
-    return str if each.default is MISSING else type(each.default)
-
-
-def _typed(what: str, value: Any, kind: type) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if kind is tuple and isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return tuple(value)
-    if kind is dict:
-        return {name: str(each) for name, each in value.items()}
-    if kind is tuple or not isinstance(value, kind) or isinstance(value, bool):
-        names = {tuple: "a list of names", str: "a text", int: "a whole number"}
-        raise UserError(f"{what} must be {names.get(kind, 'a number')}, and is {value!r}")
-    if isinstance(value, int | float) and value < 0:
-        raise UserError(f"{what} is {value}; it must be 0 or more")
-    return value
+        kind = kinds[key]
+        fits = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
+        if not fits or (kind is list and not all(isinstance(each, str) for each in value)):
+            raise UserError(f"{key} {where} must be {KINDS[kind]}, and is {value!r}")
+        if isinstance(value, int | float) and value < 0:
+            raise UserError(f"{key} {where} is {value}; it must be 0 or more")
+        for name, each in value.items() if kind is dict else ():
+            if isinstance(each, bool) or not isinstance(each, str | int | float):
+                raise UserError(f"{name} of the environment {where} must be a text or a number, and is {each!r}")
+        found[key] = {name: str(each) for name, each in value.items()} if kind is dict else value
+    return found
 
 
 class Done(NamedTuple):

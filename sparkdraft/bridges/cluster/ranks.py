@@ -6,6 +6,7 @@ Secrets travel on standard input, not on a command line. Closing that input, or 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import time
@@ -17,29 +18,28 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft.bridges.cluster.hosts import Cluster, Host, HostSpec, kill_group
-from sparkdraft.bridges.cluster.node.keep import EVENT, Log
+from sparkdraft.bridges.cluster.node.keep import EVENT
 from sparkdraft.bridges.vllm.command import VllmCommand
 from sparkdraft.core import UserError
 
-TENSOR, PIPELINE = "tensor", "pipeline"
-SIZES = {TENSOR: "tensor-parallel-size", PIPELINE: "pipeline-parallel-size"}
+MOST_BYTES = 64 << 20  # of a log, which is then renamed to .1, replacing an older one
 LAST_LINES = 30
 SILENT_SECONDS = 5.0  # a machine that was silent for so long is not waited for
 END_SECONDS = 10.0  # after the drain until ssh is killed; the machine's own timer then ends the rank
 
 
-def rank_words(command: VllmCommand, cluster: Cluster, rank: int, parallel: str) -> list[str]:
+def rank_words(command: VllmCommand, cluster: Cluster, rank: int) -> list[str]:
     """Adds the flags of a rank to the command for one machine."""
     count = len(cluster.hosts)
     flags: dict[str, Any] = {
-        SIZES[parallel]: count,
+        "tensor-parallel-size": count,
         "distributed-executor-backend": "mp",
         "nnodes": count,
         "node-rank": rank,
         "master-addr": cluster.hosts[0].ip,
         "master-port": cluster.port,
     }
-    taken = {*flags, "headless"} | set(SIZES.values())
+    taken = {*flags, "headless", "pipeline-parallel-size"}
     if given := [each.name for each in command.extra if each.name.removeprefix("--") in taken]:
         raise UserError(f"{given[0]} is set by the cluster: leave it out")
     words = command.words()
@@ -76,6 +76,27 @@ class Job:
         return json.dumps({**told, "watch": self.watch}).encode() + b"\n"
 
 
+class Log:
+    """A log that is cut when it grows. A full disk ends the log but not the server."""
+
+    def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
+        self.path, self.most, self.problem = path, most, ""
+
+    def write(self, line: bytes) -> str:
+        """Returns a sentence once, when the log can no longer be written."""
+        if self.problem:
+            return ""
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line)
+                size = file.tell()
+            if size > self.most:
+                os.replace(self.path, f"{self.path}.1")
+        except OSError as error:
+            self.problem = f"the log {self.path} is no longer written: {error.strerror}"
+        return self.problem
+
+
 class Rank:
     """One rank. `heard` and `token` are monotonic times."""
 
@@ -83,8 +104,6 @@ class Rank:
         self.host, self.job, self.log = host, job, log
         self.pid = 0
         self.ready = self.token = 0.0
-        self.blind = ""  # why a test request was refused
-        self._refusals: set[str] = set()  # already printed
         self.ended: dict[str, Any] | None = None  # its event: status and reason
         self.lines: deque[str] = deque(maxlen=LAST_LINES)
         self.heard = time.monotonic()
@@ -120,7 +139,6 @@ class Rank:
             return False
         finally:
             self._reader.join(2.0)
-            self.log.close()
         return True
 
     def why(self) -> str:
@@ -163,14 +181,7 @@ class Rank:
         elif name == "ready":
             self.ready = self.token = now
         elif name == "token":
-            self.token, self.blind = now, ""
-        elif name == "blind":
-            self.blind = event["why"]
-            if self.blind not in self._refusals:
-                self._say(f"note: {self.host.label}: {self.blind}, so a server that hangs is not noticed")
-            self._refusals.add(self.blind)
-        elif name == "note":
-            self._say(f"note: {self.host.label}: {event['text']}")
+            self.token = now
         elif name == "ended":
             self.ended = event
 

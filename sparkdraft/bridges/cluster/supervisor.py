@@ -43,20 +43,13 @@ class State:
     name: str
     phase: str = STARTING
     supervisor: list[int] = field(default_factory=list)  # process id and start time
-    url: str = ""
     model: str = ""
-    parallel: str = ""
+    address: str = ""  # of the API, to print
     since: float = 0.0  # when the phase began
     heard: list[float] = field(default_factory=list)  # of each rank, as Unix time
     pids: list[int] = field(default_factory=list)  # of each rank, on its machine
     restarts: list[str] = field(default_factory=list)  # why
     error: str = ""  # why it failed
-    only: str = ""  # the one machine that reaches the URL, if not this one
-
-    @property
-    def address(self) -> str:
-        """The API's address, to print."""
-        return f"{self.url}/v1{f' (on {self.only} only)' if self.only else ''}"
 
     @property
     def is_supervised(self) -> bool:
@@ -82,30 +75,24 @@ def read_state(name: str) -> State | None:
 class Run:
     """The state as the supervisor writes it."""
 
-    def __init__(self, name: str, model: str = "", parallel: str = "", url: str = "", only: str = "") -> None:
+    def __init__(self, name: str, model: str = "", address: str = "") -> None:
         """Raises UserError if such a cluster is up already."""
-        self.check_free(name)
-        self.folder = run_folder(name)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.folder} cannot be made: {error.strerror}; set SPARKDRAFT_CACHE") from None
-        self.state = State(name, STARTING, identity(os.getpid()), url, model, parallel, time.time(), only=only)
-        self.write()
-
-    @staticmethod
-    def check_free(name: str) -> None:
         old = read_state(name)
         if old and old.is_supervised:
             raise UserError(
                 f"cluster {name} is up already ({old.phase}, process {old.supervisor[0]}): `sparkdraft cluster status` "
                 "shows it and `sparkdraft cluster down` ends it"
             )
+        self.folder = run_folder(name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be made: {error.strerror}; set SPARKDRAFT_CACHE") from None
+        self.state = State(name, STARTING, identity(os.getpid()), model, address, time.time())
+        self.write()
 
-    def enter(self, phase: str, **changes: Any) -> None:
-        self.state.phase, self.state.since = phase, time.time()
-        for name, value in changes.items():
-            setattr(self.state, name, value)
+    def enter(self, phase: str, error: str = "") -> None:
+        self.state.phase, self.state.since, self.state.error = phase, time.time(), error
         self.write()
 
     def write(self) -> None:
@@ -117,23 +104,16 @@ class Run:
 
 class Supervisor:
     def __init__(
-        self,
-        cluster: Cluster,
-        hosts: Sequence[Host],
-        jobs: Sequence[Job],
-        run: Run,
-        say: Callable[[str], None],
-        first_pause: float = FIRST_PAUSE,
+        self, cluster: Cluster, hosts: Sequence[Host], jobs: Sequence[Job], run: Run, say: Callable[[str], None]
     ) -> None:
         self.cluster, self.hosts, self.jobs, self.run, self.say = cluster, hosts, jobs, run, say
-        self.first_pause = first_pause
         self._told = threading.Event()  # set by a signal
         self._failures: list[float] = []
         self._was_ready = False
 
     def serve(self) -> None:
         """Serves until a signal. Raises UserError if it cannot start or fails too often."""
-        previous = {each: signal.signal(each, self._note) for each in SIGNALS}
+        previous = {each: signal.signal(each, lambda number, frame: self._told.set()) for each in SIGNALS}
         try:
             while (failure := self._serve_once()) and not self._told.is_set():
                 self._count(failure)
@@ -141,9 +121,6 @@ class Supervisor:
         finally:
             for each, handler in previous.items():
                 signal.signal(each, handler)
-
-    def _note(self, number: int, frame: object) -> None:
-        self._told.set()
 
     def _serve_once(self) -> str:
         """Starts all ranks and watches them. Returns why they had to end, or "" after a signal."""
@@ -176,8 +153,10 @@ class Supervisor:
                 self.run.enter(READY)
                 self.say(f"ready after {head.ready - begin:.1f} s: {self.run.state.address}, {len(ranks)} machines")
             if time.monotonic() - written > WRITE:
-                written = time.monotonic()
-                self._write(ranks)
+                written, now = time.monotonic(), time.time()
+                self.run.state.heard = [round(now - each.silent_seconds, 1) for each in ranks]
+                self.run.state.pids = [each.pid for each in ranks]
+                self.run.write()
             self._told.wait(BEAT)
         return ""
 
@@ -196,7 +175,7 @@ class Supervisor:
                 return f"{each.host.label} has not been heard of for {silence}: it hangs, or its network"
         if not head.ready and now - begin > cluster.ready_seconds:
             return f"the server was not ready after {cluster.ready_seconds:g} s (ready_seconds in the hosts file)"
-        if head.ready and not head.blind and now - head.token > cluster.hang_seconds:
+        if head.ready and now - head.token > cluster.hang_seconds:
             return f"the server has made no token for {cluster.hang_seconds:g} s though it was asked for one: it hangs"
         return ""
 
@@ -214,7 +193,7 @@ class Supervisor:
             )
         state.restarts.append(failure)
         self.run.enter(RESTARTING)
-        pause = min(self.first_pause * 2 ** (len(self._failures) - 1), LONGEST_PAUSE)
+        pause = min(FIRST_PAUSE * 2 ** (len(self._failures) - 1), LONGEST_PAUSE)
         self.say(f"{failure}; all ranks are restarted together in {pause:g} s")
         self._told.wait(pause)
         for host in self.hosts:
@@ -236,12 +215,6 @@ class Supervisor:
                 is_said = True
                 self._told.wait(FIRST_PAUSE)
 
-    def _write(self, ranks: Sequence[Rank]) -> None:
-        now = time.time()
-        self.run.state.heard = [round(now - each.silent_seconds, 1) for each in ranks]
-        self.run.state.pids = [each.pid for each in ranks]
-        self.run.write()
-
 
 def _blame(rank: Rank) -> int:
     """Sort key of the likely cause: a lost connection first, then a killed rank, then a failed one."""
@@ -250,18 +223,18 @@ def _blame(rank: Rank) -> int:
     return 1 if rank.ended["status"] < 0 else 2
 
 
-def end_run(cluster: Cluster, say: Callable[[str], None], patience: float = PATIENCE) -> list[str]:
+def end_run(cluster: Cluster, say: Callable[[str], None]) -> list[str]:
     """Ends a run if there is one. Returns a sentence for each machine that could not be reached."""
     state = read_state(cluster.name)
     if state is None or (state.phase == DOWN and not state.is_supervised):
         return []
     if state.is_supervised:
         os.kill(state.supervisor[0], signal.SIGTERM)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + PATIENCE
         while state.is_supervised and time.monotonic() < deadline:
             time.sleep(0.1)
         if state.is_supervised:
-            say(f"note: the supervisor did not end in {patience:g} s and is killed")
+            say(f"note: the supervisor did not end in {PATIENCE:g} s and is killed")
             with suppress(ProcessLookupError):
                 os.kill(state.supervisor[0], signal.SIGKILL)
             while state.is_supervised:
@@ -275,7 +248,7 @@ def end_run(cluster: Cluster, say: Callable[[str], None], patience: float = PATI
 
 
 def sweep_all(hosts: Sequence[Host], say: Callable[[str], None], verb: str = "end") -> list[str]:
-    """Ends what earlier runs left on the machines; returns a sentence for each that could not be reached. verb:
+    """Ends what earlier runs left on the machines; returns a sentence for each machine that was not reached. verb:
     `end`, or `clear`, which spares ranks that still have a keeper."""
 
     def one(host: Host) -> str:

@@ -208,9 +208,8 @@ class Simulation:
         return dict(json.loads((self.root / (home or self.labels[rank]) / f"called{rank}.json").read_text()))
 
     @contextmanager
-    def up(self, *args: str, measure: bool = False) -> Iterator[subprocess.Popen[str]]:
+    def up(self, *args: str) -> Iterator[subprocess.Popen[str]]:
         flags = ["--model", "Qwen/Qwen3-8B", "--port", str(self.port), *args]
-        flags += [] if measure else ["--no-measure"]
         with open(self.root / "up.log", "w") as log:
             process = subprocess.Popen(self.words("up", *flags), stderr=log, text=True, env=self.environ)
         try:

@@ -124,17 +124,6 @@ def test_an_address_that_it_does_not_have(sparks: Simulation) -> None:
     assert sentence(findings(sparks)).startswith("spark-2 does not have 192.0.2.77; lo has 127.0.0.1: correct `ip`")
 
 
-def test_a_clock_that_is_wrong(sparks: Simulation) -> None:
-    site = sparks.root / "spark-2" / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() + 90\n")
-    sparks.fault("spark-2", environ={"PYTHONPATH": str(site)})
-    found = findings(sparks)
-    assert wrong(found) == [("spark-2", "clock", Status.CHANGE)]
-    (clock,) = [each for each in found if each.name == "clock" and each.status]
-    assert "s ahead of this machine's" in clock.value and "timedatectl set-ntp true" in clock.advice
-
-
 @pytest.mark.parametrize(
     ("environ", "name", "status", "text"),
     [
@@ -163,13 +152,6 @@ def test_a_wrong_variable_in_the_hosts_file(sparks: Simulation, line: str, name:
     sparks.file.write_text(f"{sparks.file.read_text()}[host.environment]\n{line}\n")
     found = [each for each in findings(sparks) if each.part == "spark-2" and each.name == name]
     assert found and found[0].status == Status.BROKEN and text in found[0].value
-
-
-def test_no_room_for_logs(sparks: Simulation) -> None:
-    folder = sparks.root / "spark-2/.cache/sparkdraft/cluster/sparks/rank1"
-    folder.mkdir(parents=True)
-    (folder / "write-test").symlink_to("/dev/full")
-    assert "sparks/rank1 cannot be written: No space left on device: free some space" in sentence(findings(sparks))
 
 
 def test_node_code_that_cannot_be_copied(sparks: Simulation) -> None:
@@ -240,7 +222,7 @@ def test_what_a_killed_keeper_left_is_ended_before_ports_are_looked_at(
     folder.mkdir(parents=True)
     keeper = identity(os.getpid()) if is_kept else [1 << 30, 1]
     (folder / "processes.json").write_text(json.dumps([keeper, identity(left.pid)]))
-    flags = ["--model", "Qwen/Qwen3-8B", "--port", str(sparks.port), "--no-measure", "--check"]
+    flags = ["--model", "Qwen/Qwen3-8B", "--port", str(sparks.port), "--check"]
     try:
         status = main(["cluster", "up", str(sparks.file), *flags])
         told = capsys.readouterr().err
@@ -300,8 +282,6 @@ def spark(root: Path, rdma: tuple[str, ...] = ("rocep1s0f1", "roceP2p1s0f1"), gi
         "interfaces": {name: look.interface(root / "net" / name) for name in interfaces},
         "rdma": {each.name: look.rdma(each) for each in sorted((root / "infiniband").glob("*"))},
         "errors": [errors, errors],
-        "seconds": 2.0,
-        "disk": {"free": 50 << 30, "problem": ""},
         "memory": {"total": 120 << 30, "available": 110 << 30},
         "ports": {},
         "has_ip": True,
@@ -317,7 +297,7 @@ def test_a_spark_without_a_fault(tmp_path: Path) -> None:
     shown = [f"{each.name}: {each.value}" for each in found]
     assert "interface enp1s0f1np1: 200 Gbit/s, frames of 9000 bytes" in shown
     assert "RoCE: rocep1s0f1 is active, 200 Gb/sec (4X HDR)" in shown
-    assert any("errors since its start, none in 2 s" in each for each in shown)
+    assert "cable: no errors are added" in shown
 
 
 @pytest.mark.parametrize(
@@ -358,9 +338,7 @@ def test_a_bad_cable(tmp_path: Path) -> None:
     write(counters, symbol_error=20379)
     seen.facts["errors"] = [before, look.errors(tmp_path, [], ["rocep1s0f1"])]
     (found,) = [each for each in judge([seen]) if each.status == Status.BROKEN]
-    assert (
-        found.value == "errors grow: rocep1s0f1 symbol_error 15201 -> 20379 in 2 s" and "swap the cable" in found.advice
-    )
+    assert found.value == "errors grow: rocep1s0f1 symbol_error 15201 -> 20379" and "swap the cable" in found.advice
 
 
 def test_lanes_of_ethtool() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.bridges.cluster.hosts import parse_cluster, read_cluster
-from sparkdraft.bridges.cluster.ranks import PIPELINE, TENSOR, rank_environment, rank_words
+from sparkdraft.bridges.cluster.ranks import rank_environment, rank_words
 from sparkdraft.bridges.tables import Unread
 from sparkdraft.bridges.vllm.command import VllmCommand
 from sparkdraft.cli.cluster import shown_url
@@ -39,7 +39,7 @@ def test_hosts_take_what_they_leave_out_from_the_top() -> None:
     cluster = parse_cluster(tomllib.loads(HOSTS), "sparks")
     first, second = cluster.hosts
     assert cluster.name == "sparks" and cluster.labels() == ["spark-1", "me@spark-2"]
-    assert second.vllm == "/opt/vllm/bin/vllm" and second.interfaces == ("enp1s0f0np0",) and second.folder == "logs"
+    assert second.vllm == "/opt/vllm/bin/vllm" and second.interfaces == ["enp1s0f0np0"] and second.folder == "logs"
     assert second.environment == {"NCCL_DEBUG": "WARN", "NCCL_IB_TIMEOUT": "22"}
     assert rank_environment(first, 60) == {
         "VLLM_HOST_IP": "192.168.177.11",
@@ -65,10 +65,10 @@ def test_hosts_take_what_they_leave_out_from_the_top() -> None:
         ("gid_index = 3", 'gid_index = "3"', "gid_index in host 1 must be a whole number, and is '3'"),
         ("gid_index = 3", "gid = 3", "in host 1 'gid' is not known"),
         ('["enp1s0f0np0"]', '"enp1s0f0np0"', "interfaces in host 2 must be a list of names"),
-        ("[environment]", "hang_seconds = -1\n[environment]", "hang_seconds is -1.0; it must be 0 or more"),
+        ("[environment]", "hang_seconds = -1\n[environment]", "hang_seconds at the top is -1; it must be 0 or more"),
         ("[environment]", 'name = "a/b"\n[environment]', "the name is 'a/b'"),
         ("[environment]", "port = 99999\n[environment]", "port is 99999; it must be 1 to 65535"),
-        ("[environment]", "port = true\n[environment]", "port must be a whole number, and is True"),
+        ("[environment]", "port = true\n[environment]", "port at the top must be a whole number, and is True"),
         ("[environment]", "[[environment]]", "environment at the top must be a table of variables, and is [{"),
         ("{NCCL_IB_TIMEOUT = 22}", '"a=b"', "environment in host 2 must be a table of variables, and is 'a=b'"),
         ("= 22}", "= true}", "NCCL_IB_TIMEOUT of the environment in host 2 must be a text or a number, and is True"),
@@ -94,14 +94,13 @@ def test_one_machine_is_no_cluster_and_a_file_must_exist(tmp_path: Path) -> None
 def test_every_rank_has_the_same_flags_and_its_own_number() -> None:
     cluster = parse_cluster(tomllib.loads(HOSTS), "sparks")
     command = VllmCommand("m", {"port": 8000}, {}, [])
-    words = [rank_words(command, cluster, rank, TENSOR) for rank in (0, 1)]
+    words = [rank_words(command, cluster, rank) for rank in (0, 1)]
     assert words[0][:5] == ["vllm", "serve", "m", "--port", "8000"] and words[1][-1] == "--headless"
     assert words[1][: words[1].index("--node-rank")] == words[0][: words[0].index("--node-rank")]
     assert words[0][words[0].index("--tensor-parallel-size") + 1] == "2"
-    assert "--pipeline-parallel-size" in rank_words(command, cluster, 0, PIPELINE)
     extra = VllmCommand("m", {}, {}, [], (Unread("--nnodes", "3", ("--nnodes", "3"), ()),))
     with pytest.raises(UserError, match="--nnodes is set by the cluster"):
-        rank_words(extra, cluster, 0, TENSOR)
+        rank_words(extra, cluster, 0)
 
 
 @pytest.mark.parametrize(

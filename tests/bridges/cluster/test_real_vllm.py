@@ -75,10 +75,9 @@ def test_two_ranks_of_vllm_on_one_machine(tmp_path: Path) -> None:
             f'vllm = "{VLLM}"\n' + here.file.read_text().replace("[[host]]", f"[environment]\n{environ}[[host]]", 1)
         )
         flags = f"--model {model} --served-name tiny --dtype float32 --no-graphs --max-model-len 128 --spec off"
-        with here.up(*flags.split(), "--drain-seconds", "1", measure=True) as process:
+        with here.up(*flags.split(), "--drain-seconds", "1") as process:
             wait_for(lambda: here.state().get("phase") == "ready" or process.poll() is not None, here.said)
             assert process.poll() is None, here.said()
-            assert "an all-reduce: measured now between 2 ranks" in here.said()
             text = ask(here.port, [5, 6, 7])
             assert len(text.split()) == 8
             logs = [(here.cache / f"cluster/sparks/rank{rank}.log").read_text() for rank in (0, 1)]

@@ -1,9 +1,8 @@
-"""The code that runs on each machine of the cluster. It is copied there, so it uses the standard library alone
-(allreduce.py also torch), imports its own files relatively, and runs on Python 3.10 or later:
+"""The code that runs on each machine of the cluster. It is copied there, so it uses the standard library alone,
+imports its own files relatively, and runs on Python 3.10 or later:
 
     look             reports versions, interfaces, counters, disk and memory; JSON in, JSON out
     keep RUN         runs a command until it ends or heartbeats on standard input stop
     end RUN          ends an earlier `keep` and what it left behind
     clear RUN        the same, unless that `keep` still runs
-    allreduce JSON   measures an all-reduce, as one rank
 """

@@ -12,10 +12,6 @@ def main() -> int:
     verb, *more = sys.argv[1:]
     if verb == "keep":
         return keep(Path.home() / more[0])
-    if verb == "allreduce":
-        from .allreduce import allreduce  # torch
-
-        return allreduce(json.loads(more[0]))
     if verb == "look":
         print(json.dumps(look(json.load(sys.stdin))))
     else:

@@ -23,19 +23,17 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .processes import become_reaper, descendants, end_all, end_known, ends_with_parent, identity, runs
 
 EVENT = b"\x1e"
 BEAT = 0.5  # seconds between heartbeats, and between scans for child processes
-MOST_WAITING = 10_000  # lines queued for a slow reader; later ones are only logged
+MOST_WAITING = 10_000  # lines queued for a slow reader; later ones are lost
 NO_PROGRAM = 127
-MOST_BYTES = 64 << 20  # then it is renamed to .1, replacing an older one
 COUNTERS = re.compile(rb"^vllm:(?:generation_tokens|prompt_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
 READY_POLL = 0.5
 BUSY = (408, 429)  # overloaded: the same as no answer
-NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
 # without a proxy: the server is on this machine
 OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -86,7 +84,7 @@ def keep(run: Path) -> int:
         speaker.close()
         return NO_PROGRAM
     speaker.event("started", pid=child.pid)
-    pump = threading.Thread(target=_pump, args=(child, Log(run / "log"), speaker), daemon=True)
+    pump = threading.Thread(target=_pump, args=(child, speaker), daemon=True)
     pump.start()
     if spec.get("watch"):
         running = lambda: child.poll() is None  # noqa: E731
@@ -119,7 +117,7 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         spec["words"],
         env={**os.environ, **spec["environ"]},
-        cwd=spec.get("folder") or Path.home(),
+        cwd=Path.home(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -169,78 +167,38 @@ def _end(child: subprocess.Popen[bytes], drain: float) -> None:
     end_all()
 
 
-def _pump(child: subprocess.Popen[bytes], log: Log, speaker: Speaker) -> None:
+def _pump(child: subprocess.Popen[bytes], speaker: Speaker) -> None:
     assert child.stdout
     for line in child.stdout:
-        line = line if line.endswith(b"\n") else line + b"\n"
-        if problem := log.write(line):
-            speaker.event("note", text=problem)
-        speaker.line(line.lstrip(EVENT))
-    log.close()
-
-
-class Log:
-    """A log that is cut when it grows. A full disk ends the log but not the command."""
-
-    def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
-        self.path, self.most, self.problem = path, most, ""
-        self._file: BinaryIO | None = None
-
-    def write(self, line: bytes) -> str:
-        """Returns a sentence once, when the log can no longer be written."""
-        if self.problem:
-            return ""
-        try:
-            if self._file is None:
-                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-            self._file.write(line)
-            if self._file.tell() > self.most:
-                self.close()
-                os.replace(self.path, f"{self.path}.1")
-        except OSError as error:
-            self.problem = f"the log {self.path} is no longer written: {error.strerror}"
-            self.close()
-        return self.problem
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
-        self._file = None
+        speaker.line(line.removesuffix(b"\n").lstrip(EVENT) + b"\n")
 
 
 def watch(spec: dict[str, Any], say: Callable[..., None], running: Callable[[], bool]) -> None:
     """Reports whether a server still makes tokens: its counters move, or it answers a request for one token.
-    (/health stays fine while a rank hangs in an all-reduce.) Says `ready` once, then `token` whenever it works, and
-    `blind` if a test request is refused."""
-    start = time.monotonic()
-    while running() and not _is_healthy(spec["url"]):
+    (/health stays fine while a rank hangs in an all-reduce.) Says `ready` once, then `token` whenever it works. A
+    request that is refused counts as an answer, because it says nothing of the ranks."""
+    while running() and _ask(f"{spec['url']}/health", spec["patience"])[0] != 200:
         time.sleep(READY_POLL)
     if not running():
         return
-    say("ready", seconds=round(time.monotonic() - start, 1))
+    say("ready")
     last = -1.0
     while running():
-        count = tokens_made(spec["url"], spec["patience"])
+        count = tokens_made(spec)
         if count is not None and count > last >= 0:
             say("token")
         else:
             status = ask_token(spec)
-            if status == 200:
+            if status == 200 or (400 <= status < 500 and status not in BUSY):
                 say("token")
-                count = tokens_made(spec["url"], spec["patience"])
-            elif 400 <= status < 500 and status not in BUSY:
-                say("blind", why=f"a request for one token got status {status}")
+                count = tokens_made(spec)
         last = last if count is None else count
         time.sleep(spec["every"])
 
 
-def tokens_made(url: str, patience: float) -> float | None:
+def tokens_made(spec: dict[str, Any]) -> float | None:
     """Tokens read and written since the start; None if that cannot be read."""
-    try:
-        with OPEN(f"{url}/metrics", timeout=patience) as answer:
-            found = COUNTERS.findall(answer.read())
-    except NO_ANSWER:
-        return None
+    found = COUNTERS.findall(_ask(f"{spec['url']}/metrics", spec["patience"])[1])
     return sum(map(float, found)) if found else None
 
 
@@ -248,22 +206,17 @@ def ask_token(spec: dict[str, Any]) -> int:
     """Returns the status of a request for one token; 0: no answer in time."""
     body = json.dumps({"model": spec["model"], "prompt": "1", "max_tokens": 1, "temperature": 0}).encode()
     headers = {"Content-Type": "application/json"}
-    if spec.get("key"):
+    if spec["key"]:
         headers["Authorization"] = f"Bearer {spec['key']}"
-    request = urllib.request.Request(f"{spec['url']}/v1/completions", body, headers)
+    return _ask(urllib.request.Request(f"{spec['url']}/v1/completions", body, headers), spec["patience"])[0]
+
+
+def _ask(request: str | urllib.request.Request, seconds: float) -> tuple[int, bytes]:
+    """Returns the status and the body of an answer; status 0: none in time."""
     try:
-        with OPEN(request, timeout=spec["patience"]) as answer:
-            answer.read()
-            return int(answer.status)
+        with OPEN(request, timeout=seconds) as answer:
+            return answer.status, answer.read()
     except urllib.error.HTTPError as error:
-        return int(error.code)
-    except NO_ANSWER:
-        return 0
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with OPEN(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except NO_ANSWER:
-        return False
+        return error.code, b""
+    except (OSError, ValueError, http.client.HTTPException):
+        return 0, b""

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -41,21 +40,18 @@ LANES = re.compile(r"^\s*(\w*(?:err\w*_lane|symbol_err|crc_err)\w*): (\d+)\s*$",
 
 
 def look(spec: dict[str, Any]) -> dict[str, Any]:
-    """spec: vllm, ip, interfaces, rdma, run (a folder), head and port, ports, paths, gap (seconds between counts)."""
+    """spec: vllm, ip, interfaces, rdma, head (address and port), ports, paths, gap (seconds between counts)."""
     signal.alarm(LIMIT)
-    begin, started = time.time(), time.monotonic()
+    started = time.monotonic()
     root = Path("/sys/class")
     first = errors(root, spec["interfaces"], spec["rdma"])
     found = {
-        "time": begin,
-        "python": platform.python_version(),
         "environ": {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
         "vllm": versions(spec["vllm"]),
         "gpus": gpus(),
         "all_interfaces": sorted(each.name for each in (root / "net").glob("*")),
         "interfaces": {name: interface(root / "net" / name) for name in spec["interfaces"]},
         "rdma": {each.name: rdma(each) for each in sorted((root / "infiniband").glob("*"))},
-        "disk": disk(Path.home() / spec["run"]),
         "memory": memory(Path("/proc/meminfo")),
         "has_ip": has_address(spec["ip"]),
         "ports": {str(each): port_problem(each) for each in spec["ports"]},
@@ -64,7 +60,6 @@ def look(spec: dict[str, Any]) -> dict[str, Any]:
     }
     time.sleep(max(0.0, spec["gap"] - (time.monotonic() - started)))
     found["errors"] = [first, errors(root, spec["interfaces"], spec["rdma"])]
-    found["seconds"] = round(time.monotonic() - started, 3)
     return found
 
 
@@ -180,22 +175,6 @@ def port_problem(port: int) -> str:
         except OSError as error:
             return "it is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
     return ""
-
-
-# ---- room
-
-
-def disk(run: Path) -> dict[str, Any]:
-    """Tries to write into the folder of logs."""
-    probe = run / "write-test"
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        with open(probe, "wb", buffering=0) as file:
-            file.write(bytes(65536))
-        probe.unlink()
-        return {"free": shutil.disk_usage(run).free, "problem": ""}
-    except OSError as error:
-        return {"free": 0, "problem": str(error.strerror)}
 
 
 def memory(path: Path) -> dict[str, int]:
