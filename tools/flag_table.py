@@ -18,7 +18,6 @@ from sparkdraft.bridges.llama_cpp import LLAMA_CPP
 from sparkdraft.bridges.tables import Server
 from sparkdraft.bridges.vllm import broken
 from sparkdraft.bridges.vllm.flags import VLLM
-from sparkdraft.bridges.vllm.plugin.patches import PATCHES
 from sparkdraft.cli import plan
 from sparkdraft.cli.parser import Parser
 from sparkdraft.server.config import FIELDS
@@ -27,7 +26,6 @@ DOCS = Path(__file__).parent.parent / "docs"
 HEADER = "| flag | default | meaning | container's name |\n|---|---|---|---|\n"
 PLAN_HEADER = "| flag of `plan` | meaning |\n|---|---|\n"
 VARIABLES_HEADER = "| variable | what it does here |\n|---|---|\n"
-PATCHES_HEADER = "| patch | versions | what happens without it | sources |\n|---|---|---|---|\n"
 BROKEN_HEADER = "| pair | broken | why | instead | sources |\n|---|---|---|---|---|\n"
 
 
@@ -77,12 +75,6 @@ def broken_table() -> str:
     return BROKEN_HEADER + "".join(rows)
 
 
-def patches_table() -> str:
-    return PATCHES_HEADER + "".join(
-        f"| `{each.name}` | {each.since} and newer | {each.problem} | {', '.join(each.sources)} |\n" for each in PATCHES
-    )
-
-
 def tables() -> list[tuple[Path, str, str]]:
     """Each page, the first lines of a table in it, and that table."""
     return [
@@ -91,7 +83,6 @@ def tables() -> list[tuple[Path, str, str]]:
         (DOCS / "from-vllm.md", flags_header(VLLM), flags_of(VLLM)),
         (DOCS / "from-vllm.md", VARIABLES_HEADER, variables_table()),
         (DOCS / "from-vllm.md", BROKEN_HEADER, broken_table()),
-        (DOCS / "from-vllm.md", PATCHES_HEADER, patches_table()),
         (DOCS / "from-llama-cpp.md", flags_header(LLAMA_CPP), flags_of(LLAMA_CPP)),
     ]
 

@@ -1,7 +1,7 @@
 """Turns another server's command into ours, for `sparkdraft import`.
 
-It finds the command in what a user has (a command line, a script, a `docker run`, a compose file or vLLM's own YAML),
-reads its flags by the tables, and writes ours as a command or as TOML.
+It finds the command in what a user has (a command line, a script, a `docker run` or a compose file), reads its flags by
+the tables, and writes ours as a command or as TOML.
 """
 
 from __future__ import annotations
@@ -21,29 +21,17 @@ from sparkdraft.bridges.llama_cpp import LLAMA_CPP
 from sparkdraft.bridges.shell_text import ASSIGNMENT, commands, filled, split_words
 from sparkdraft.bridges.tables import Server, finish_numbers, read_flags
 from sparkdraft.bridges.vllm.flags import VLLM
-from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
 from sparkdraft.server.config import FIELDS, default_of, merge
 
 PLACE_OF_KEY = "SPARKDRAFT_API_KEY"
 PATHS = ("model", "drafter")
-CHAT = "chat"
 # What a shell fills in when our command starts: a variable or a command's output, or a path with variables
 FILLED = re.compile(r"""\$\w+|\$\{\w+\}|\$\([^()"]*\)|`[^`"]*`""")
 FILLED_PATH = re.compile(r"(?:\$\w+|\$\{\w+\}|[\w./:@+~-])+")
-DOCKER_SWITCHES = (
-    "--detach",
-    "--rm",
-    "--interactive",
-    "--tty",
-    "--privileged",
-    "--init",
-    "--read-only",
-    "--no-healthcheck",
-)
-LLAMA_SERVER, LLAMA_CLI, API_SERVER = "llama-server", "llama-cli", "vllm.entrypoints.openai.api_server"
-WINDOWS = re.compile(r"\b[A-Za-z]:\\|(?:^|\s)\.{0,2}\\\w|\.exe\b", re.I)  # C:\models, .\build, llama-server.exe
-CONFIG = "--config"
+# Flags of `docker run` without a value
+DOCKER_SWITCHES = re.compile("--(detach|rm|interactive|tty|privileged|init|read-only|no-healthcheck)|-[ditP]+")
+LLAMA_SERVER, API_SERVER = "llama-server", "vllm.entrypoints.openai.api_server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +39,15 @@ class Imported:
     server: str
     values: dict[str, Any]  # our fields that differ from the defaults
     notes: list[str]
-    verb: str = "serve"
 
     def command(self) -> str:
         """Our command for a shell. The key is an environment variable, which `ps` does not show."""
         words = [f"{PLACE_OF_KEY}={_quoted(self.values['api_key'])}"] if "api_key" in self.values else []
-        words += [f"sparkdraft {self.verb}"]
+        words += ["sparkdraft serve"]
         for name in (name for name in FIELDS if name in self.values and name != "api_key"):
             value, flag = self.values[name], name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{'' if value else 'no-'}{flag}")
-            elif self.verb == CHAT and name == "sampling_defaults":  # each value is a flag of its own there
-                words += [f"--{key.replace('_', '-')} {x}" for key, x in (p.split("=") for p in value.split(","))]
             else:
                 text = _quoted(value, is_path=name in PATHS)
                 words.append(f"--{flag}{'=' if text.startswith('-') else ' '}{text}")
@@ -92,12 +77,7 @@ def read(text: str, service: str = "") -> Imported:
     _finish(values, notes, source)
     merge(values, None, {})  # refuses what is wrong
     kept = {name: value for name, value in values.items() if value != default_of(name)}
-    if not source.is_chat:
-        return Imported(source.server.name, kept, notes)
-    of_servers = [name for name in kept if name not in ENGINE_FIELDS and name != "sampling_defaults"]
-    notes += [f"{name}: left out, a setting of servers" for name in of_servers]
-    kept = {name: value for name, value in kept.items() if name not in of_servers}
-    return Imported(source.server.name, kept, notes, CHAT)
+    return Imported(source.server.name, kept, notes)
 
 
 def _from_variables(source: Source, notes: list[str]) -> dict[str, Any]:
@@ -171,11 +151,10 @@ class Source:
     mounts: dict[str, str] = field(default_factory=dict)  # folder in the container -> folder on the host
     ports: list[str] = field(default_factory=list)  # as Docker writes them: [address:]port of the host:port
     notes: list[str] = field(default_factory=list)
-    is_chat: bool = False  # a chat in a terminal, not a server
 
 
 def find_source(text: str, service: str = "") -> Source:
-    """text: a command, or the name of a script, a compose file or vLLM's YAML. service: the one of a compose file."""
+    """text: a command, or the name of a script or a compose file. service: the one of a compose file."""
     path = Path(text)
     is_file = _is_file(path)
     if not is_file and path.suffix in (".yml", ".yaml", ".sh") and not set(" \n") & set(text):
@@ -200,7 +179,7 @@ def _from_shell(text: str) -> Source:
     """Finds the first command of a server and the variables set before it. A command ends at an operator, such as a
     pipe, or at the end of its line."""
     before: list[str] = []
-    for words, rest in commands(_slashes(text) if WINDOWS.search(text) else text):
+    for words, rest in commands(text):
         notes = [f"left out, after the command: {rest}"] if rest else []
         if "run" in words[:4] and any(Path(word).name in ("docker", "podman") for word in words[:3]):
             source = _from_docker(words[words.index("run") + 1 :])
@@ -213,34 +192,22 @@ def _from_shell(text: str) -> Source:
         environ, others = _variables(before + wrapper)
         if others and server is VLLM:
             notes.insert(0, f"left out, before the command: {' '.join(others)}")
-        is_chat = server is LLAMA_CPP and _program_name(words[len(wrapper)]) == LLAMA_CLI
-        return Source(server, after, environ, notes=notes, is_chat=is_chat)
+        return Source(server, after, environ, notes=notes)
     raise UserError(
-        "no `vllm serve`, `llama-server` or `llama-cli` is in it; give such a command in quotes, a `docker run` of a "
+        "no `vllm serve` or `llama-server` is in it; give such a command in quotes, a `docker run` of a "
         "server's image, or a compose file"
     )
-
-
-def _slashes(text: str) -> str:
-    """Rewrites a Windows command for a POSIX shell: / in paths, and continued lines joined."""
-    joined = re.sub(r"[\^`]\r?\n", " ", text)
-    return re.sub(r"\\(?![\r\n\"'])", "/", joined)
-
-
-def _program_name(word: str) -> str:
-    """Returns llama-server for ./build/bin/llama-server and C:/llama/llama-server.exe."""
-    return re.sub(r"\.exe$", "", Path(word).name, flags=re.I)
 
 
 def _program(words: list[str]) -> tuple[Server, list[str], list[str]] | None:
     """Returns the server, the words before its command, and its flags."""
     for i, word in enumerate(words):
-        if _program_name(word) in (LLAMA_SERVER, LLAMA_CLI):
+        if Path(word).name == LLAMA_SERVER:
             return LLAMA_CPP, words[:i], words[i + 1 :]
-        if _program_name(word) == "vllm" and words[i + 1 : i + 2] == ["serve"]:
-            return VLLM, words[:i], with_config(words[i + 2 :])
+        if Path(word).name == "vllm" and words[i + 1 : i + 2] == ["serve"]:
+            return VLLM, words[:i], words[i + 2 :]
         if word == API_SERVER:
-            return VLLM, words[: max(i - 2, 0)], with_config(words[i + 1 :])
+            return VLLM, words[: max(i - 2, 0)], words[i + 1 :]
     return None
 
 
@@ -263,8 +230,7 @@ def _from_docker(words: list[str]) -> Source:
     notes: list[str] = []
     while words and words[0].startswith("-"):
         name, equals, value = words.pop(0).partition("=")
-        is_switch = name in DOCKER_SWITCHES or re.fullmatch(r"-[ditP]+", name)
-        value = value if equals or is_switch or not words else words.pop(0)
+        value = value if equals or DOCKER_SWITCHES.fullmatch(name) or not words else words.pop(0)
         if name in ("-e", "--env"):
             key, equals, text = value.partition("=")
             environ[key] = text if equals else f"${key}"
@@ -272,10 +238,6 @@ def _from_docker(words: list[str]) -> Source:
             notes.append(_unread_file(name, value))
         elif name in ("-v", "--volume"):
             _mount(mounts, value)
-        elif name == "--mount":
-            given = dict(each.partition("=")[::2] for each in value.split(","))
-            target = given.get("target") or given.get("dst") or given.get("destination") or ""
-            _mount(mounts, f"{given.get('source') or given.get('src') or ''}:{target}")
         elif name in ("-p", "--publish"):
             ports.append(value)
         elif name == "--entrypoint":
@@ -311,12 +273,13 @@ def _in_container(
 
 
 def _from_yaml(text: str, name: str, wanted: str) -> Source:
-    found = read_yaml(text, name)
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
+        raise UserError(f"{name} is not valid YAML: {str(error).splitlines()[0]}") from None
     services = found.get("services") if isinstance(found, Mapping) else None
-    if not services and not wanted and is_config(found):
-        return Source(VLLM, flags_of(found))
     if not isinstance(services, Mapping) or not services:
-        raise UserError(f"{name} has no services; give a compose file, vLLM's own YAML file, or a command in quotes")
+        raise UserError(f"{name} has no services; give a compose file, or a command in quotes")
     services = {str(key): service for key, service in services.items()}  # YAML makes a number of 1
     if wanted and wanted not in services:
         raise UserError(f"{name} has no service '{wanted}', only {', '.join(services)}")
@@ -383,47 +346,3 @@ def _environment(given: Any) -> dict[str, str]:
             for key, equals, value in (str(each).partition("=") for each in (given if isinstance(given, list) else []))
         ]
     return {key: f"${key}" if value is None else filled(str(value), {}) for key, value in pairs}
-
-
-def read_yaml(text: str, name: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
-        raise UserError(f"{name} is not valid YAML: {str(error).splitlines()[0]}") from None
-
-
-def is_config(found: Any) -> bool:
-    """Whether a YAML file is for vLLM's --config: some of its names are flags."""
-    return isinstance(found, Mapping) and any(VLLM.find(_flag(name)) for name in found)
-
-
-def _flag(name: Any) -> str:
-    return f"--{name}".replace("_", "-")
-
-
-def flags_of(found: Mapping[str, Any]) -> list[str]:
-    words = []
-    for flag, value in ((_flag(name), value) for name, value in found.items()):
-        if isinstance(value, bool):
-            words += [flag] if value else [f"--no-{flag[2:]}"] if not flag.startswith("--no-") else []
-        elif isinstance(value, list):  # one word each in vLLM
-            words.append(f"{flag}={','.join(map(str, value))}")
-        elif value is not None:
-            words.append(f"{flag}={json.dumps(value, default=str) if isinstance(value, Mapping) else value}")
-    return words
-
-
-def with_config(words: list[str]) -> list[str]:
-    """Puts the flags of the file that --config names before those of the command, which beat them. If the file is not
-    here, --config stays and is reported as not read."""
-    for i, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if flag == CONFIG:
-            path = Path(value if equals else "".join(words[i + 1 : i + 2]))
-            if not path.is_file():
-                return words
-            found = read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
-            if not isinstance(found, Mapping):
-                raise UserError(f"{path} is not a file for vLLM's --config: it has no names with values")
-            return [*flags_of(found), *words[:i], *words[i + (1 if equals else 2) :]]
-    return words

@@ -1,20 +1,20 @@
 """`sparkdraft export`, `import` and `recipe`: configurations and models for other engines, and from them.
 
-`export vllm` writes our configuration as a `vllm serve` command, a YAML file or a systemd unit; `export safetensors`
-writes a model as a folder that other engines load. `import` reads a command of vLLM or llama.cpp, a compose file or
-vLLM's YAML. `recipe` shows and serves published pairs of a model and a drafter.
+`export vllm` prints our configuration as a `vllm serve` command; `export safetensors` writes a model as a folder that
+other engines load. `import` reads a command of vLLM or llama.cpp, or a compose file. `recipe` shows and serves
+published pairs of a model and a drafter.
 """
 
 from __future__ import annotations
 
 import os
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from sparkdraft.bridges import importing
 from sparkdraft.bridges.container_env import container_notes
 from sparkdraft.bridges.recipes import find_recipe, recipes
-from sparkdraft.bridges.vllm.command import vllm_command, write
+from sparkdraft.bridges.vllm.command import shell, vllm_command
 from sparkdraft.cli import serve
 from sparkdraft.cli.console import note
 from sparkdraft.cli.options import read_text
@@ -26,17 +26,15 @@ from sparkdraft.util.progress import progress
 EXPORT_HELP = "write the configuration of `serve`, or a model, for another engine"
 EXPORT_EXAMPLES = """examples:
   sparkdraft export vllm --model google/gemma-4-31B-it --weights fp8 --max-model-len 16384
-  sparkdraft export vllm --model Qwen/Qwen3.5-27B --form systemd --out vllm.service
-  sparkdraft export vllm --config server.toml --form yaml --out vllm.yaml     (vllm serve --config vllm.yaml)
+  sparkdraft export vllm --config server.toml
   sparkdraft export vllm --model google/gemma-4-26B-A4B-it --method mtp --vllm-version 0.20.2   (refused, with the fix)
   sparkdraft export safetensors --model smollm2 --out smollm2-hf      (for engines that do not read GGUF files)
 The command goes to standard output, and what is different in vLLM to standard error. Nothing is loaded or started.
 """
-IMPORT_HELP = "read a command of vLLM or llama.cpp, a compose file or vLLM's YAML, and print ours"
+IMPORT_HELP = "read a command of vLLM or llama.cpp, or a compose file, and print ours"
 IMPORT_EXAMPLES = """examples:
   sparkdraft import "vllm serve Qwen/Qwen3-8B --max-num-seqs 16 --gpu-memory-utilization 0.8"
   sparkdraft import "llama-server -m model.gguf -c 32768 -np 4 -ngl 99"
-  sparkdraft import "llama-cli -m model.gguf --temp 0.7"      (becomes `sparkdraft chat`)
   sparkdraft import compose.yaml --toml > server.toml      (then: sparkdraft serve --config server.toml)
   cat run.sh | sparkdraft import -
 Our command goes to standard output; what has no counterpart is named on standard error, flag by flag.
@@ -53,13 +51,6 @@ RECIPE_EXAMPLES = """examples:
 def _configure_export(parser: ArgumentParser) -> None:
     engines = parser.add_subparsers(dest="to", required=True, metavar="ENGINE")
     vllm = engines.add_parser("vllm", help="a `vllm serve` command", description=EXPORT_HELP, epilog=EXPORT_EXAMPLES)
-    vllm.add_argument(
-        "--form",
-        default="command",
-        choices=("command", "yaml", "systemd"),
-        help="command, yaml or systemd (default command)",
-    )
-    vllm.add_argument("--out", default="", metavar="FILE", help="file to write to (default: print it)")
     vllm.add_argument("--vllm-version", default="", metavar="TEXT", help="the version it is for (default: 0.32.0)")
     add_vllm_flags(vllm)
     add_serve_flags(vllm)
@@ -89,14 +80,7 @@ def _vllm(args: Namespace) -> int:
     command = vllm_command(read_config(args), read_choices(args, args.vllm_version))
     for text in [*container_notes(os.environ, to_vllm=True), *command.notes]:
         note(text)
-    written = write(command, args.form)
-    if not args.out:
-        print(written, end="")
-        return 0
-    try:
-        Path(args.out).write_text(written, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{args.out} cannot be written: {error.strerror}") from None
+    print(shell(command), end="")
     return 0
 
 
@@ -104,7 +88,7 @@ def _configure_import(parser: ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="COMMAND",
-        help="a command in quotes, a compose file, vLLM's YAML file, a script, or - for stdin",
+        help="a command in quotes, a compose file, a script, or - for stdin",
     )
     parser.add_argument(
         "--service", default="", metavar="NAME", help="which service of a compose file that has several"
@@ -130,7 +114,6 @@ def _configure_recipe(parser: ArgumentParser) -> None:
     verbs.add_parser("list", help="the recipes' names, and what each one serves", epilog=RECIPE_EXAMPLES)
     show = verbs.add_parser("show", help="print a recipe as TOML for `serve --config`", epilog=RECIPE_EXAMPLES)
     show.add_argument("name", metavar="NAME", help="a recipe's name")
-    show.add_argument("--form", default="toml", help=SUPPRESS)
     start = verbs.add_parser(
         "run", help="serve a recipe; flags, environment variables and a config file override it", epilog=RECIPE_EXAMPLES
     )
@@ -150,11 +133,6 @@ def _list_recipes(args: Namespace) -> int:
 
 
 def _show_recipe(args: Namespace) -> int:
-    if args.form != "toml":
-        raise UserError(
-            f"--form is '{args.form}', and recipes are written as TOML only: leave it out; for a launcher, put the "
-            "command that `sparkdraft export vllm --config FILE` prints into its own recipe"
-        )
     print(find_recipe(args.name).toml(), end="")
     return 0
 

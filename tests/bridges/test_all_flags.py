@@ -104,7 +104,7 @@ CONFIGS = (  # values of the flags that take JSON
     '{"model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 99}',
     '{"temperature": 0.5, "top_k": 3}',
 )
-PROGRAMS = {VLLM.name: ("vllm serve m",), LLAMA_CPP.name: ("llama-server -m m", "llama-cli -m m")}
+PROGRAMS = {VLLM.name: ("vllm serve m",), LLAMA_CPP.name: ("llama-server -m m",)}
 MOST_DRAFTS = {"none": 15, "mtp": 6, "z-lab/Qwen3-8B-DFlash-b16": 15}
 
 
@@ -135,30 +135,9 @@ def test_a_maximum_of_drafts_is_no_fixed_depth() -> None:
     assert read("llama-server -m m.gguf --draft-max 0").values["spec"] == "off"
 
 
-@pytest.mark.parametrize(
-    ("typed", "printed"),
-    [
-        ("./build/bin/llama-server -m m.gguf --port 9000", "sparkdraft serve --port 9000 --model m.gguf"),
-        ("llama-server.exe -m m.gguf", "sparkdraft serve --model m.gguf"),
-        (r"C:\llama\llama-server.exe -m C:\models\m.gguf", "sparkdraft serve --model C:/models/m.gguf"),
-        (
-            'C:\\llama\\llama-cli.EXE ^\r\n -m "C:\\My Models\\m.gguf"',
-            "sparkdraft chat --model 'C:/My Models/m.gguf'",
-        ),
-        (".\\llama-cli `\n -m .\\m.gguf -ngl 0", "sparkdraft chat --model ./m.gguf --device cpu"),
-        (
-            "llama-cli -m m.gguf -p 'Hi there' -n 32 --temp 0.7 --top-k 20 -cnv --port 80",
-            "sparkdraft chat --temperature 0.7 --top-k 20 --model m.gguf",
-        ),
-    ],
-)
-def test_programs_of_llama_cpp(typed: str, printed: str) -> None:
-    assert read(typed).command() == printed
-
-
-def test_what_a_chat_has_no_use_for_is_named() -> None:
-    notes = read("llama-cli -m m.gguf -p Hi -n 32 --port 80").notes
-    assert [note.partition(":")[0] for note in notes] == ["-p", "-n", "port"]
+def test_a_path_of_llama_server() -> None:
+    typed = "./build/bin/llama-server -m m.gguf --port 9000"
+    assert read(typed).command() == "sparkdraft serve --port 9000 --model m.gguf"
 
 
 def test_the_pages_have_the_tables_of_the_code() -> None:

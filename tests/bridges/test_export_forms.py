@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from sparkdraft.bridges.importing import read
-from sparkdraft.bridges.vllm.command import Choices, as_yaml, shell, systemd
+from sparkdraft.bridges.vllm.command import Choices, shell
 from sparkdraft.cli.main import main
-from sparkdraft.core import UserError
 from tests.bridges.test_export_vllm import GEMMA, QWEN, REDHAT, exported
 
 
@@ -35,10 +30,6 @@ def test_what_extra_args_say_to_vllm_alone_is_handed_on(
     assert words[words.index("--attention-backend") + 1] == "A" and words.count("--reasoning-parser") == 1
     assert "handed on to vLLM: --seed=3" in notes and "did you mean MAX_NUM_SEQS?" in notes
     assert "one machine" not in notes
-    assert main(["export", "vllm", "--model", QWEN, "--form", "yaml", "--tensor-parallel", "4"]) == 0
-    found = yaml.safe_load(capsys.readouterr().out)
-    assert found["tensor-parallel-size"] == 4 and found["seed"] == "3" and found["no-enable-lora"] is True
-    assert found["compilation-config"] == '{"mode": 3}' and found["reasoning-parser"] == "x"
     monkeypatch.setenv("EXTRA_ARGS", """--speculative-config '{"method": "eagle3", "model": "e"}'""")
     assert main(["export", "vllm", "--model", QWEN]) == 0
     out = capsys.readouterr().out
@@ -56,9 +47,6 @@ def test_what_is_always_done_here_is_asked_of_vllm_too(
     words = shlex.split(out.replace("\\\n", " "))
     assert words[-6:] == own.split() and words.count("--enable-auto-tool-choice") == 1
     assert "no parser of vLLM is known" not in notes and "auto chooses by the model" not in notes
-    assert main(["export", "vllm", "--model", QWEN, "--form", "yaml"]) == 0
-    found = yaml.safe_load(capsys.readouterr().out)
-    assert found["no-async-scheduling"] and found["no-enable-prompt-tokens-details"] and found["enable-chunked-prefill"]
 
 
 def test_what_comes_only_near_to_a_flag_of_extra_args_is_not_sent_in_its_place(
@@ -142,27 +130,11 @@ def test_drafts_from_the_text_that_extra_args_ask_for_are_made_by_vllm_too(
     assert f"note: not {part}: drafter is set by a flag" in notes
 
 
-def test_the_three_forms_say_the_same() -> None:
+def test_a_key_is_not_printed() -> None:
     command = exported(server={"api_key": "se%cret"}, model=GEMMA, drafter=REDHAT, weights="fp8")
     text = shell(command)
-    assert text.startswith('VLLM_API_KEY="$VLLM_API_KEY" vllm serve')
+    assert text.startswith('VLLM_API_KEY="$VLLM_API_KEY" vllm serve') and "se%cret" not in text
     assert shlex.split(text.replace("\\\n", " "))[1:] == command.words()
-    loaded = yaml.safe_load(as_yaml(command))
-    assert loaded == {"model": GEMMA, **command.flags}
-    unit = systemd(command)
-    (start,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
-    assert shlex.split(start.removeprefix("ExecStart=/usr/bin/env ")) == command.words()
-    assert "TimeoutStopSec=60" in unit and "EnvironmentFile=" in unit
-    assert not any("se%cret" in form for form in (text, as_yaml(command), unit))
-
-
-def test_what_is_off_is_off_in_a_yaml_file_too() -> None:
-    """vLLM's reader of such files leaves out a name whose value is false."""
-    command = exported(model="Qwen/Qwen3-8B", prefix_cache=False)
-    assert "--no-enable-prefix-caching" in command.words()
-    loaded = yaml.safe_load(as_yaml(command))
-    assert loaded["no-enable-prefix-caching"] is True and False not in loaded.values()
-    assert "enable-prefix-caching" not in loaded
 
 
 def test_words_that_are_handed_on_arrive_whole(
@@ -173,34 +145,6 @@ def test_words_that_are_handed_on_arrive_whole(
     monkeypatch.setenv("EXTRA_ARGS", shlex.join(own))
     assert main(["export", "vllm", "--model", QWEN]) == 0
     assert shlex.split(capsys.readouterr().out.replace("\\\n", " "))[-len(own) :] == own
-    assert main(["export", "vllm", "--model", QWEN, "--form", "yaml"]) == 0
-    found = yaml.safe_load(capsys.readouterr().out)
-    assert found["tokenizer"] == "my $(folder)" and found["hf-overrides"] == "{broken"
-    assert found["cudagraph-capture-sizes"] == ["1", "2"]
-
-
-def test_a_flag_that_is_repeated_is_in_no_yaml_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """vLLM's reader of such files makes one flag of a list, and --middleware takes one value."""
-    own = ["--middleware", "a", "--middleware", "b"]
-    monkeypatch.setenv("EXTRA_ARGS", shlex.join(own))
-    assert main(["export", "vllm", "--model", QWEN]) == 0
-    assert shlex.split(capsys.readouterr().out.replace("\\\n", " "))[-4:] == own
-    assert main(["export", "vllm", "--model", QWEN, "--form", "yaml"]) != 0
-    assert "--middleware is given twice, which a YAML file cannot express: give it once" in capsys.readouterr().err
-
-
-def test_a_misspelt_backend_is_refused_and_an_unknown_one_is_named() -> None:
-    with pytest.raises(UserError, match=r"--attention-backend is 'FLASHATTN', .*; did you mean FLASH_ATTN\?"):
-        Choices(attention_backend="flashattn")
-    with pytest.raises(UserError, match=r"--draft-attention-backend is 'TRITON_ATT', .*; did you mean TRITON_ATTN\?"):
-        Choices(draft_attention_backend="triton_att")
-    own = exported(Choices(attention_backend="of_a_plugin"), model="Qwen/Qwen3-8B")
-    assert own.flags["attention-backend"] == "OF_A_PLUGIN"
-    assert any("OF_A_PLUGIN is none of the backends of vLLM 0.32.0" in note for note in own.notes)
-    known = exported(Choices(attention_backend="flash_attn"), model="Qwen/Qwen3-8B")
-    assert not any("backends" in note for note in known.notes)
 
 
 def test_a_template_that_is_not_here_and_a_version_that_is_not_known(tmp_path: Path) -> None:
@@ -213,16 +157,6 @@ def test_a_template_that_is_not_here_and_a_version_that_is_not_known(tmp_path: P
     assert not says("--chat-template", chat_template=str(tmp_path / "there.jinja"))
     assert not says("--chat-template", chat_template="{{ messages }}")
     assert says("vLLM 0.33.1 is newer than 0.32.0", version="0.33.1") and not says("is newer", version="0.32.0")
-
-
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    command = exported(Choices(chat_template='a "b" $HOME 100%.jinja'), model=GEMMA)
-    path = tmp_path / "vllm.service"
-    path.write_text(systemd(command))
-    result = subprocess.run(["systemd-analyze", "verify", "--man=no", str(path)], capture_output=True, text=True)
-    assert "vllm.service" not in result.stderr, result.stderr
-    assert '"a \\"b\\" $$HOME 100%%.jinja"' in path.read_text()
 
 
 def test_what_is_exported_can_be_imported() -> None:
@@ -239,10 +173,3 @@ def test_what_is_exported_can_be_imported() -> None:
     back = read(shell(exported(server=server, **engine))).values
     parsers = {"reasoning_parser": "think", "tool_parser": "qwen3_xml"}
     assert back == engine | server | parsers
-
-
-def test_the_command_prints_and_writes(tmp_path: Path) -> None:
-    flags = ["export", "vllm", "--model", GEMMA, "--form", "yaml", "--out", str(tmp_path / "v.yaml"), "--port", "9000"]
-    result = subprocess.run([sys.executable, "-m", "sparkdraft.cli.main", *flags], capture_output=True, text=True)
-    assert result.returncode == 0 and result.stdout == "" and "note: spec: the depth is fixed" in result.stderr
-    assert yaml.safe_load((tmp_path / "v.yaml").read_text())["port"] == 9000

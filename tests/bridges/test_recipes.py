@@ -60,8 +60,6 @@ def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'drafter = "z-lab/gpt-oss-120b-DFlash"' in capsys.readouterr().out
     assert main(["recipe", "show", "gpt-oss-120b-sprak"]) == 1
     assert "did you mean gpt-oss-120b-spark?" in capsys.readouterr().err
-    assert main(["recipe", "show", "gpt-oss-120b-spark", "--form", "sparkrun"]) == 1
-    assert "recipes are written as TOML only" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_recipe_is_beaten_by_file_variables_and_flags(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Turns our configuration into a `vllm serve` command, and writes it for a shell, as YAML or as a systemd unit.
+"""Turns our configuration into a `vllm serve` command.
 
-Every flag must be in the table of flags.py. What vLLM cannot do is refused or named in a note. A key is never written:
-the shell's form refers to a variable, and the unit to a file that only root reads.
+Every flag must be in the table of flags.py. What vLLM cannot do is refused or named in a note. A key is never written;
+the command refers to a variable.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sparkdraft import defaults
-from sparkdraft.bridges.tables import LIST, ON, Unread
+from sparkdraft.bridges.tables import Unread
 from sparkdraft.bridges.vllm import broken
-from sparkdraft.bridges.vllm.flags import REASONING, TOOLS, TURBOQUANT, VLLM
+from sparkdraft.bridges.vllm.flags import CODED_KV, OWN_KV, REASONING, TOOLS, VLLM
 from sparkdraft.bridges.vllm.targets import WINDOWED, Speculation, Target, find_target, speculate
+from sparkdraft.cache.formats import kv_format
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig, default_of
 from sparkdraft.text.chat import variables_of
 from sparkdraft.text.families import AUTO, NONE
 from sparkdraft.text.tools import by_marks
-from sparkdraft.util.names import alike
 
 QWEN = ("qwen3", "hermes")
 QWEN35 = ("qwen3", "qwen3_xml")
@@ -39,18 +37,6 @@ PARSERS = {
     "gemma4": ("gemma4", "gemma4"),
     "gpt_oss": ("openai_gptoss", "openai"),
 }
-# the attention backends of vLLM 0.32
-BACKENDS = (
-    *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_FLASH_ATTN", "ROCM_ATTN"),
-    *("ROCM_SEGMENTED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_FA", "ROCM_AITER_MLA_SPARSE"),
-    *("XPU_MLA_SPARSE", "TORCH_SDPA", "FLASHINFER", "TRITON_FLASHINFER", "FLASHINFER_MLA", "TOKENSPEED_MLA"),
-    *("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120", "FLASHINFER_MLA_SPARSE_SM90", "TRITON_MLA"),
-    *("CUTLASS_MLA", "FLASHMLA", "FLASHMLA_SPARSE", "FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4"),
-    *("ROCM_FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV41", "FLASHINFER_MLA_SPARSE_DSV41"),
-    *("FLASHMLA_MEGA_ATTN_DSV41", "B12X", "FLASH_ATTN_MLA", "FLASH_ATTN_MLA_SPARSE", "MINIMAX_M3_SPARSE"),
-    *("CUTLASS_MSA", "TRITON_MSA", "NO_ATTENTION", "FLEX_ATTENTION", "HPC_ATTN", "ROCM_AITER_UNIFIED_ATTN"),
-    *("CPU_ATTN", "CPU_MLA", "AMX_MLA", "TURBOQUANT", "ULTRAQUANT", "CUSTOM"),
-)
 CPU = "cpu"
 MACHINES = ("gb10", "other", CPU)
 CPU_SHARE = 0.3  # of all memory, for weights and KV cache: vLLM exits if that much is not free or does not suffice
@@ -86,8 +72,6 @@ FRONT = ("max_body", "allowed_hosts", "allow_public", "canary")  # handled by ou
 PART = "speculative-config."  # prefix of a single key that is handed on
 SPEC_METRICS = (0, 29, 0)  # the first version with acceptance per request
 QUEUE = (0, 32, 0)  # the first version known to limit waiting requests
-KEY_FILE = "/etc/sparkdraft/vllm.env"
-GRACE = 30  # seconds after the drain until systemd kills the service
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +94,6 @@ class Choices:
         if self.tensor_parallel < 1:
             raise UserError(f"--tensor-parallel is {self.tensor_parallel}; it must be 1 or more")
         broken.parsed(self.version)
-        for flag, name in self.backends().items():
-            if name not in BACKENDS and (near := alike(name, BACKENDS)):
-                raise UserError(f"{flag} is '{name}', which vLLM does not have; did you mean {near}?")
-
-    def backends(self) -> dict[str, str]:
-        """Returns the named attention backends by flag."""
-        given = {
-            "--attention-backend": self.attention_backend,
-            "--draft-attention-backend": self.draft_attention_backend,
-        }
-        return {flag: name.upper() for flag, name in given.items() if name}
-
-    def doubts(self) -> list[str]:
-        """Notes for unknown names that may still be right: plugins add backends, and other machines have other
-        files."""
-        found = [
-            f"{flag}: {name} is none of the backends of vLLM {broken.NEWEST}"
-            for flag, name in self.backends().items()
-            if name not in BACKENDS
-        ]
-        template = self.chat_template
-        if template and not any(sign in template for sign in "{}\n") and not Path(template).is_file():
-            found.append(f"--chat-template: there is no file {template} here; vLLM needs it where it runs")
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +120,10 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     """Raises UserError for what vLLM cannot do, or is known to do wrongly. behind_front: our own front answers
     clients."""
     target, engine, notes = find_target(config.engine.model), config.engine, []
-    notes += [*([target.doubt] if target.doubt else []), *choices.doubts()]
+    notes += [target.doubt] if target.doubt else []
+    template = choices.chat_template
+    if template and not any(sign in template for sign in "{}\n") and not Path(template).is_file():
+        notes.append(f"--chat-template: there is no file {template} here; vLLM needs it where it runs")
     extra = [each for each in choices.extra if not choices.fixed.intersection(each.near)]
     named = {each.name.removeprefix("--"): each.value for each in extra}
     speculation = speculate(target, engine, choices.method, notes) if "speculative-config" not in named else None
@@ -173,7 +136,7 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     flags |= _budgets(config) | _queue(config, choices.version, notes)
     flags |= _on_cpu(config, notes) if choices.machine == CPU else {}
     flags |= {"kv-cache-dtype": kv} if kv != "auto" else {}
-    if kv.startswith("turboquant") and target.family in WINDOWED:
+    if kv in CODED_KV and target.family in WINDOWED:
         flags["kv-cache-dtype-skip-layers"] = ["sliding_window"]
     flags |= _weights(config, notes, choices.machine == CPU and "dtype" not in named)
     flags |= {
@@ -266,22 +229,23 @@ def _on_cpu(config: ServerConfig, notes: list[str]) -> dict[str, Any]:
 
 
 def _kv_type(config: ServerConfig, notes: list[str]) -> str:
-    """vLLM's name for the format of the KV cache. For TurboQuant, the smallest with at least as many bits."""
+    """vLLM's name for the format of the KV cache. For coded ones, the smallest with at least as many bits."""
     engine = config.engine
-    if engine.kv != "turboquant" or engine.tq_mode == "off":
-        return {"fp8": "fp8"}.get(engine.kv, "auto")
+    kv = kv_format(engine.kv).chosen(engine)
+    if not kv.options:
+        return OWN_KV[kv.name]
     if engine.tq_mode == "capture_only":
         raise UserError("tq_mode is capture_only, which vLLM does not have: measure here, or choose hybrid")
     if engine.tq_mode == "hybrid":
         notes.append("tq_mode: hybrid is not in vLLM: the last tokens are coded too")
     wanted = (engine.tq_key_bits, engine.tq_value_bits)
-    enough = [name for name, bits in TURBOQUANT.items() if bits[0] >= wanted[0] and bits[1] >= wanted[1]]
+    enough = [name for name, bits in CODED_KV.items() if bits[0] >= wanted[0] and bits[1] >= wanted[1]]
     if not enough:
-        raise UserError(f"tq_key_bits and tq_value_bits are {wanted}; vLLM has {sorted(TURBOQUANT.values())}")
-    name = min(enough, key=lambda each: sum(TURBOQUANT[each]))
-    if TURBOQUANT[name] != wanted:
+        raise UserError(f"tq_key_bits and tq_value_bits are {wanted}; vLLM has {sorted(CODED_KV.values())}")
+    name = min(enough, key=lambda each: sum(CODED_KV[each]))
+    if CODED_KV[name] != wanted:
         notes.append(
-            f"kv: {name} has {TURBOQUANT[name][0]} and {TURBOQUANT[name][1]} bits, not {wanted[0]} and {wanted[1]}"
+            f"kv: {name} has {CODED_KV[name][0]} and {CODED_KV[name][1]} bits, not {wanted[0]} and {wanted[1]}"
         )
     return name
 
@@ -354,7 +318,7 @@ def _speculative(
     found = speculation.config()
     if choices.draft_attention_backend:
         found["attention_backend"] = choices.draft_attention_backend.upper()
-    if kv.startswith("turboquant") and speculation.kind != "mtp":
+    if kv in CODED_KV and speculation.kind != "mtp":
         found["kv_cache_dtype"] = "auto"  # a drafter with bidirectional attention cannot read TurboQuant codes
     if target.is_hybrid and config.engine.prefix_cache and broken.parsed(choices.version) >= (0, 30, 0):
         found["disable_eagle_block_drop"] = True
@@ -381,48 +345,3 @@ def shell(command: VllmCommand) -> str:
             lines[-1] += f" {shlex.quote(word)}"
     start = "".join(f'{name}="${name}" ' for name in command.secrets) + shlex.join(command.words()[:3])
     return " \\\n  ".join([start, *lines]) + "\n"
-
-
-def as_yaml(command: VllmCommand) -> str:
-    """For `vllm serve --config FILE`. A key stays in the environment, as VLLM_API_KEY. Switches that are off get their
-    --no- names, because vLLM's reader ignores a name whose value is false."""
-    found: dict[str, Any] = {"model": command.model}
-    for name, value in command.flags.items():
-        found |= {f"no-{name}": True} if value is False else {name: value}
-    for each in command.extra:
-        if not each.name.startswith("--"):
-            raise UserError(f"{each.name}: a YAML file needs the flag's long name")
-        flag, name = VLLM.find(each.name), each.name[2:]
-        if name in found or f"no-{name}" in found:
-            raise UserError(
-                f"{each.name} is given twice, which a YAML file cannot express: give it once, or choose --form "
-                "command or systemd"
-            )
-        if len(each.words) == 1 and "=" not in each.words[0]:
-            found[name if each.value == ON else f"no-{name}"] = True
-        else:
-            found[name] = list(each.words[1:]) if flag and flag.kind == LIST and each.words[1:] else each.value
-    return str(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=100))
-
-
-def systemd(command: VllmCommand, program: str = "/usr/bin/env vllm") -> str:
-    words = [_systemd_word(word) for word in command.words()[1:]]
-    drain = int(command.flags.get("shutdown-timeout", 0))
-    keys = f"# {', '.join(command.secrets)}=... in a file that only root reads\nEnvironmentFile={KEY_FILE}\n"
-    return (
-        f"[Unit]\nDescription=vLLM serves {command.model.replace('%', '%%')}\nAfter=network-online.target\n"
-        "Wants=network-online.target\n\n[Service]\n"
-        f"{keys if command.secrets else ''}ExecStart={program} {' '.join(words)}\n"
-        f"Restart=on-failure\nRestartSec=10\nKillMode=mixed\nTimeoutStopSec={drain + GRACE}\n\n"
-        "[Install]\nWantedBy=multi-user.target\n"
-    )
-
-
-def write(command: VllmCommand, form: str) -> str:
-    return {"command": shell, "yaml": as_yaml, "systemd": systemd}[form](command)
-
-
-def _systemd_word(word: str) -> str:
-    """Quotes a word for systemd, with specifiers and variables escaped."""
-    word = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$").replace("\n", "\\n")
-    return f'"{word}"' if not word or set(word) & set(" '\"\\;{}") else word

