@@ -1,4 +1,4 @@
-"""The plugin without vLLM: its patch, which waits for its module, and the choice of depth over another engine's steps."""
+"""The plugin without vLLM: its patch, which waits for its module, and the depths for another engine's steps."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from typing import Any
 from sparkdraft import defaults
 from sparkdraft.bridges.tables import Unread
 from sparkdraft.bridges.vllm import broken
-from sparkdraft.bridges.vllm.flags import CODED_KV, OWN_KV, REASONING, TOOLS, VLLM
+from sparkdraft.bridges.vllm.flags import CODED, CODED_KV, OWN_KV, REASONING, TOOLS, VLLM
 from sparkdraft.bridges.vllm.targets import WINDOWED, Speculation, Target, find_target, speculate
-from sparkdraft.cache.formats import kv_format
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig, default_of
 from sparkdraft.text.chat import variables_of
@@ -231,9 +230,8 @@ def _on_cpu(config: ServerConfig, notes: list[str]) -> dict[str, Any]:
 def _kv_type(config: ServerConfig, notes: list[str]) -> str:
     """vLLM's name for the format of the KV cache. For coded ones, the smallest with at least as many bits."""
     engine = config.engine
-    kv = kv_format(engine.kv).chosen(engine)
-    if not kv.options:
-        return OWN_KV[kv.name]
+    if engine.kv != CODED or engine.tq_mode == "off":
+        return OWN_KV.get(engine.kv, "auto")
     if engine.tq_mode == "capture_only":
         raise UserError("tq_mode is capture_only, which vLLM does not have: measure here, or choose hybrid")
     if engine.tq_mode == "hybrid":

@@ -24,7 +24,6 @@ from sparkdraft.bridges.tables import (
     whole,
     without,
 )
-from sparkdraft.cache.formats import smallest_format
 from sparkdraft.drafters import pairs
 from sparkdraft.drafters.mtp import MAX_DEPTH, MTP
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
@@ -37,6 +36,7 @@ THEIR_REASONING = {theirs: ours for ours, theirs in REASONING.items()} | {"deeps
 THEIR_TOOLS = {theirs: ours for ours, theirs in TOOLS.items()} | {"qwen3_coder": "qwen3_xml"}
 # vLLM's KV types by our formats, and ours by theirs
 OWN_KV = {"exact": "auto", "fp8": "fp8"}
+CODED = "turboquant"  # our format of the types in CODED_KV
 KV = {"auto": "exact", "float16": "exact", "bfloat16": "exact", "fp8": "fp8", "fp8_e4m3": "fp8"}
 # vLLM's types of coded caches, with their bits for keys and for values
 CODED_KV = {
@@ -117,15 +117,14 @@ def _within(repo: str, count: int) -> tuple[int, list[str]]:
 
 
 def _kv(text: str) -> Found:
-    coded = smallest_format().name
     if text in CODED_KV:
         keys, values = CODED_KV[text]
-        found = Found({"kv": coded, "tq_key_bits": min(keys, MOST_BITS), "tq_value_bits": values})
+        found = Found({"kv": CODED, "tq_key_bits": min(keys, MOST_BITS), "tq_value_bits": values})
         found.notes += [f"--kv-cache-dtype {text}: keys have {MOST_BITS} bits at most"] if keys > MOST_BITS else []
         return found
     if text in KV:
         return Found({"kv": KV[text]}, near=("kv",) if text in ("float16", "bfloat16") else ())
-    near = "fp8" if "8" in text else coded
+    near = "fp8" if "8" in text else CODED
     return Found({"kv": near}, [f"--kv-cache-dtype {text}: the nearest is --kv {near}"], near=("kv",))
 
 
