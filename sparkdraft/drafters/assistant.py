@@ -5,9 +5,8 @@
     a draft     the first pass takes the anchor and the target's hidden state of the token before it, each next one the
                 id that was picked and the hidden state that the pass before made
 
-Each layer reads the last target layer of its own type (sliding or full). All passes of a draft stand at one position
-and see the same keys, those of the committed tokens: a draft writes nothing. So there is nothing to observe, to roll
-back or to find again with a prefix. A config key that is not known, or asks for another computation, is refused.
+Each layer reads the last target layer of its own type (sliding or full). All passes of a draft have one position and
+see the keys of the committed tokens only: a draft writes nothing, so there is nothing to observe or to roll back.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
 from sparkdraft.drafters.base import (
@@ -27,7 +25,6 @@ from sparkdraft.drafters.base import (
     DrafterKind,
     Pick,
     Shapes,
-    head_cannot_be_cut,
     must_fit,
 )
 from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
@@ -52,15 +49,16 @@ if TYPE_CHECKING:
 TYPE = "gemma4_assistant"
 MAX_DEPTH = 7  # drafts per step; published measurements go up to 8, and most find their optimum at 3 or 4
 
-# Two conventions that no checkpoint states and on which engines disagree. Both count from the last row that has K/V,
-# the row before the anchor. Ours are those of transformers, where the published assistants come from.
-POSITION = 1  # where all queries of a draft are rotated to: 1, the anchor (llama.cpp too); 0, that row (vLLM, SGLang)
+# Two conventions that no checkpoint states and on which engines disagree. Both count from the last token that has K/V,
+# the one before the anchor. Ours are those of transformers, where the published assistants come from.
+POSITION = 1  # where all queries of a draft are rotated to: 1, the anchor (llama.cpp too); 0, that token (vLLM, SGLang)
 WINDOW_BEYOND = 1  # keys that a sliding layer sees beyond the config's window: 1; 0 in vLLM
 
-READ = f"""
-    {OUTER} backbone_hidden_size use_ordered_embeddings num_centroids centroid_intermediate_top_k
-"""
-ONLY = only_values("tie_word_embeddings", True)
+READ = f"{OUTER} backbone_hidden_size num_centroids centroid_intermediate_top_k"
+ONLY = {
+    **only_values("tie_word_embeddings", True),
+    **only_values("use_ordered_embeddings", False),  # True in those of E2B and E4B, which are not built
+}
 TEXT_ONLY = {
     **only_values("enable_moe_block use_double_wide_mlp", False),
     **only_values("hidden_size_per_layer_input vocab_size_per_layer_input", 0),
@@ -71,13 +69,10 @@ TEXT_ONLY = {
 class AssistantConfig:
     model: ModelConfig  # its own layers, with the windows of its file
     target_hidden_size: int
-    num_clusters: int = 0  # of an ordered head, which scores the ids of a few clusters only; 0: the head is a plain one
-    top_clusters: int = 0
-    draft_vocab_size: int = 0  # ids that it drafts among, by rows of a plain head; 0: all
+    draft_vocab_size: int = 0  # ids that it drafts among, by rows of the head; 0: all
 
     @property
     def block_size(self) -> int:
-        """Tokens that a step commits at most."""
         return 1 + MAX_DEPTH
 
     @staticmethod
@@ -93,18 +88,10 @@ class AssistantConfig:
                 f"The assistant's config.json has keys that are not known here ({', '.join(unknown)}) and may change "
                 "what it computes: use --drafter none, or a checkpoint without them."
             )
-        clusters, top = 0, 0
-        if config.get("use_ordered_embeddings"):
-            clusters, top = need(config, "num_centroids"), need(config, "centroid_intermediate_top_k")
-            if model.vocab_size % clusters or top > clusters:
-                raise UserError(
-                    f"The assistant's config.json has {clusters} centroids, of which {top} are chosen, for "
-                    f"{model.vocab_size} ids; they must divide the ids evenly: fetch it again."
-                )
-        return AssistantConfig(model, need(config, "backbone_hidden_size"), clusters, top)
+        return AssistantConfig(model, need(config, "backbone_hidden_size"))
 
     def borrowing(self, target: ModelConfig | None = None) -> tuple[AttentionSpec, ...]:
-        """The attention of its layers, as it runs: each reads a layer of the target, and a window is one key wider."""
+        """The attention of its layers: each reads a layer of the target, and a window is one key wider."""
         layers = self.source_layers(target) if target else range(self.model.num_layers)
         return tuple(
             replace(spec, kv_from=layer, window=spec.window + WINDOW_BEYOND if spec.window else 0)
@@ -112,7 +99,7 @@ class AssistantConfig:
         )
 
     def source_layers(self, target: ModelConfig) -> tuple[int, ...]:
-        """The target layers that its layers read: of the same type, the last that keeps keys and values of its own."""
+        """The target layer that each layer reads: the last of the same type that keeps its own keys and values."""
         last = {
             bool(layer.mixer.window): number
             for number, layer in enumerate(target.layers)
@@ -146,39 +133,33 @@ class AssistantConfig:
 
     def caps(self, names: Collection[str] = ()) -> DrafterCaps:
         borrowed = self.borrowing()
-        matrices, model = self._matrices(borrowed), self.model
-        # an ordered head's rows are looked up by number, and its centroids choose them: both stay floats
-        floats = model.hidden_size * (model.vocab_size + self.num_clusters) if self.num_clusters else 0
+        matrices = self._matrices(borrowed)
         return DrafterCaps(
             "assistant",
             aux_layers=(FINAL,),
             max_depth=MAX_DEPTH,
             kv=(),
-            num_weights=count(matrices) + floats,
+            num_weights=count(matrices),
             chain=True,
             own_head=True,
             borrowed=borrowed,
-            reads_back=WINDOW_BEYOND + 1,  # the target's next row reads nothing before its own window
+            reads_back=WINDOW_BEYOND + 1,  # the target's next token reads nothing before its own window
             num_ids=self.draft_vocab_size,
             matrices=matrices,
         )
 
     def _matrices(self, borrowed: tuple[AttentionSpec, ...]) -> tuple[tuple[int, int], ...]:
-        """Two states of the target come in and one goes out; the layers; and a plain head."""
+        """Two states of the target come in and one goes out; the layers; the head."""
         model, wide, hidden = self.model, self.target_hidden_size, self.model.hidden_size
         layers = [replace(layer, mixer=spec) for layer, spec in zip(model.layers, borrowed, strict=True)]
         inside = [each for spec in layers for part in layer_matrices(spec, hidden).values() for each in part]
-        head = () if self.num_clusters else ((self.draft_vocab_size or model.vocab_size, hidden),)
-        return (hidden, 2 * wide), (wide, hidden), *inside, *head
+        return (hidden, 2 * wide), (wide, hidden), *inside, (self.draft_vocab_size or model.vocab_size, hidden)
 
     def among(self, number: int, names: Collection[str] = ()) -> AssistantConfig:
-        if self.num_clusters:
-            raise head_cannot_be_cut("this assistant's head scores a few clusters of ids, not all rows")
         return replace(self, draft_vocab_size=number if number < self.model.vocab_size else 0)
 
     def tensor_shapes(self) -> Shapes:
         """Gemma 4's layers without keys and values, between two projections."""
-        assert not self.num_clusters, "random numbers are no order of ids"
         model, hidden, wide = self.model, self.model.hidden_size, self.target_hidden_size
         sizes = ends("model.", model.vocab_size, hidden, is_tied=True)
         sizes |= {"pre_projection.weight": (hidden, 2 * wide), "post_projection.weight": (wide, hidden)}
@@ -218,21 +199,18 @@ class AssistantConfig:
         layers = []
         for i, (spec, mixer) in enumerate(zip(model.layers, self.borrowing(target.config), strict=True)):
             name = f"model.layers.{i}"
-            norms = [
-                load_norm(model, load, f"{name}.{norm}_layernorm")
-                for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
-            ]
+            norms = [load_norm(model, load, f"{name}.{norm}_layernorm") for norm in SANDWICH]
             attention = Attention(mixer, model, load, f"{name}.self_attn", ops, ropes)
             mlp = load_dense(replace(spec, mixer=mixer), model, load, name, ops)
             scale = float(load.vector(f"{name}.layer_scalar", 1, torch.float32))
             layers.append(SandwichLayer(norms[0], attention, norms[1], norms[2], mlp, norms[3], ops, scale))
-        norm, head = load_norm(model, load, "model.norm"), _head(self, load, ops, ids)
+        norm, head = load_norm(model, load, "model.norm"), _head(model, load, ids)
         load.finish()
         return Assistant(self, target, joins, layers, norm, head, max_seqs, ops, ids)
 
 
 def _own_layers(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers' config as gemma4.py reads it. That they have no keys and values is what an assistant is."""
+    """The layers' config as gemma4.py reads it, which knows no shared keys and values."""
     own, shared = dict(text), text.get("num_kv_shared_layers")
     if own.get("model_type", "gemma4_text") != "gemma4_text":
         raise refused("a text_config of the type", own["model_type"], ("gemma4_text",))
@@ -248,71 +226,6 @@ def _own_layers(text: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the drafter
 
 
-class Head(Protocol):
-    @property
-    def matrix(self) -> Linear:
-        """That every row is multiplied with."""
-
-    @property
-    def nbytes(self) -> int:
-        """That one row reads."""
-
-    def logits(self, normed: Normed) -> Tensor:  # float32 [rows, vocabulary]
-        ...
-
-    def likeliest(self, normed: Normed) -> Tensor:  # int64 [rows]: the logits' argmax
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlainHead:
-    matrix: Linear
-    ops: Ops
-
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
-
-    def logits(self, normed: Normed) -> Tensor:
-        out = self.ops.norm_logits(normed, self.matrix)
-        return out
-
-    def likeliest(self, normed: Normed) -> Tensor:
-        out = self.ops.norm_argmax(normed, self.matrix)
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class OrderedHead:
-    """Ids are divided into clusters of equal size. A row scores the clusters, and then the ids of the best few alone;
-    all other ids have no chance. Rows of the table are kept as floats: few of them are read, by number."""
-
-    matrix: Linear  # [clusters, hidden]: centroids
-    rows: Tensor  # [clusters, ids of a cluster, hidden]
-    ids: Tensor  # int64 [clusters, ids of a cluster]
-    top: int
-    ops: Ops
-
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes + self.top * self.rows[0].nbytes
-
-    def logits(self, normed: Normed) -> Tensor:
-        scores, ids = self._scores(normed)
-        out = scores.new_full((len(scores), self.ids.numel()), float("-inf"))
-        return out.scatter_(1, ids, scores)
-
-    def likeliest(self, normed: Normed) -> Tensor:
-        scores, ids = self._scores(normed)
-        return ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
-
-    def _scores(self, normed: Normed) -> tuple[Tensor, Tensor]:  # float32, int64: [rows, top * ids of a cluster]
-        y = self.ops.rms_norm(normed.x, *normed.norm)
-        best = self.ops.linear(y, self.matrix).topk(self.top, dim=1).indices  # [rows, top]
-        scores = self.rows[best] @ y[:, None, :, None]  # [rows, top, ids of a cluster, 1]
-        return scores.flatten(1).float(), self.ids[best].flatten(1)
-
-
 class Assistant:
     def __init__(
         self,
@@ -321,7 +234,7 @@ class Assistant:
         joins: tuple[Linear, Linear],  # W_pre [hidden, 2 * target's], W_post [target's, hidden]
         layers: list[SandwichLayer],
         norm: Norm,
-        head: Head,
+        head: Linear,
         max_seqs: int,
         ops: Ops,
         vocabulary: Tensor | None = None,  # int64: the id of each row of the head; None: the same ids
@@ -332,17 +245,13 @@ class Assistant:
         self.before, self.after = joins
         self.layers, self.norm, self.head, self.vocabulary = layers, norm, head, vocabulary
         self.reader: CacheReader | None = None
-        device = norm.gain.device
-
-        def integers(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-
-        # What a pass reads and leaves for the next, always in the same place, so that a pass can be recorded.
-        self.ids, self.positions, self.context = (integers(max_seqs) for _ in range(3))
-        self.nowhere = integers(max_seqs) - 1  # slots: nothing is stored
-        self.starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
-        # of each row the target's embedding of its id, and a hidden state
-        self.joined = torch.zeros(max_seqs, 2, draft.target_hidden_size, dtype=target.dtype, device=device)
+        # What a pass reads and leaves for the next, always in the same place, so that a pass can be captured.
+        integers = torch.zeros(max_seqs, dtype=torch.int32, device=norm.gain.device)
+        self.ids, self.positions, self.context = (integers.clone() for _ in range(3))
+        self.nowhere = integers - 1  # slots: nothing is stored
+        self.starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=integers.device)
+        # of each sequence the target's embedding of its id, and a hidden state
+        self.joined = torch.zeros(max_seqs, 2, draft.target_hidden_size, dtype=target.dtype, device=integers.device)
 
     def read_from(self, kv: KVCache) -> None:
         from sparkdraft.cache.layered import CacheReader
@@ -350,16 +259,16 @@ class Assistant:
         self.reader = CacheReader(kv, self.draft.source_layers(self.target.config))
 
     def observe(self, rows: CommittedRows) -> None:
-        """Nothing is kept of committed rows."""
+        """Nothing is kept of committed tokens."""
 
     def propose(self, anchors: Anchors, depth: int, pick: Pick) -> Tensor:
         import torch
 
         assert anchors.hidden is not None
         seqs, drafts = len(anchors.ids), []
-        rows = (anchors.length - 1).clamp(min=0)  # that have K/V; none in an empty lane
-        last = rows - 1 if anchors.positions is None else anchors.positions - 1
-        self.ids[:seqs], self.context[:seqs] = anchors.ids, rows
+        context = (anchors.length - 1).clamp(min=0)  # tokens that have K/V; none in an empty slot
+        last = context - 1 if anchors.positions is None else anchors.positions - 1
+        self.ids[:seqs], self.context[:seqs] = anchors.ids, context
         self.positions[:seqs] = (last + POSITION).clamp(min=0)
         self.joined[:seqs, 1:] = anchors.hidden
         for number in range(depth):
@@ -376,7 +285,7 @@ class Assistant:
         from sparkdraft.weights.linear import Linear
 
         inside = [m for layer in self.layers for m in layer.matrices if isinstance(m, Linear)]
-        return [self.before, self.after, *inside, self.head.matrix]
+        return [self.before, self.after, *inside, self.head]
 
     def reads(self, depth: int) -> DraftBytes:
         assert self.reader
@@ -401,36 +310,22 @@ class Assistant:
             normed = layer.add_to(normed, step, kv, then)
         normed = Normed(normed.x, self.norm)  # without what was prepared of it: two read it
         ops.store_aux(ops.norm_linear(normed, self.after), joined, 1, positions)
-        return self.head.likeliest(normed) if likeliest else self.head.logits(normed)
+        return ops.norm_argmax(normed, self.head) if likeliest else ops.norm_logits(normed, self.head)
 
 
-def _head(draft: AssistantConfig, load: Loader, ops: Ops, ids: Tensor | None) -> Head:
-    """The table is the head alone: embeddings are the target's. A copy of it may be in the file as lm_head."""
-    import torch
-
+def _head(model: ModelConfig, load: Loader, ids: Tensor | None) -> Linear:
+    """The embedding table is only the head: embeddings are the target's. A copy may be in the file as lm_head."""
     from sparkdraft.weights.quant.stored import take_rows
 
-    model, clusters = draft.model, draft.num_clusters
-    if not clusters:
-        table = load.embedding("model.embed_tokens", model.vocab_size, model.hidden_size)
-        if ids is None:
-            return PlainHead(load.tied_head(table, as_stored=False), ops)
-        load.ignore(["lm_head.weight"])
-        return PlainHead(load.head_of(take_rows(table, ids)), ops)
-    assert ids is None, "refused when it was found"
+    table = load.embedding("model.embed_tokens", model.vocab_size, model.hidden_size)
+    if ids is None:
+        return load.tied_head(table, as_stored=False)
     load.ignore(["lm_head.weight"])
-    name = "masked_embedding.token_ordering"
-    order = load.integers(name, model.vocab_size).long()
-    if not torch.equal(order.sort().values, torch.arange(model.vocab_size, device=order.device)):
-        raise UserError(f"{load.source.path}: {name} does not hold every id once; the file is damaged")
-    centroids = load.float_linear("masked_embedding.centroids", clusters, model.hidden_size)
-    rows = load.floats("model.embed_tokens.weight", (model.vocab_size, model.hidden_size))[order]
-    by_cluster = order.view(clusters, -1)
-    return OrderedHead(centroids, rows.view(*by_cluster.shape, -1), by_cluster, draft.top_clusters, ops)
+    return load.head_of(take_rows(table, ids))
 
 
-def _read(config: Mapping[str, Any], names: Collection[str], path: Path) -> AssistantConfig:
-    return AssistantConfig.read(config)
-
-
-KIND = DrafterKind("assistant", recognises=lambda config: config.get("model_type") == TYPE, read=_read)
+KIND = DrafterKind(
+    "assistant",
+    recognises=lambda config: config.get("model_type") == TYPE,
+    read=lambda config, names, path: AssistantConfig.read(config),
+)

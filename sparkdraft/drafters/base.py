@@ -1,19 +1,15 @@
 """The contract of a drafter: what its file declares, what the plan asks of its config, what the engine calls.
 
 A drafter is one file of this folder (or of another package, see `register`). The file declares `KIND`, which says which
-config.json it reads. Its config answers everything that the plan needs without torch, and builds the drafter. No torch.
+config.json it reads. Its config answers everything that the plan needs without torch, and builds the drafter.
 
 The engine calls two functions. `observe` writes the drafter's K/V of committed tokens, into the same blocks as the
 target's. `propose` drafts the tokens that follow. A token's K/V depend on the committed text up to the next token, so
-the prefix cache, preemption and abort need no special cases. (One exception: the last token of a shared block may have
-been observed with another next token than that of the request that found the block. Its drafts may be worse; its text
-is the same.)
+the prefix cache, preemption and abort need no special cases.
 
     committed ids         ... | p | p + 1 | anchor |
     hidden states         ... | p | p + 1 |                    the anchor's own is not computed yet
     a draft of depth 3                    | anchor | d1 | d2 | d3 |
-
-Drafters that read only the text (drafters/ngram.py) need none of this.
 """
 
 from __future__ import annotations
@@ -48,8 +44,8 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 
 @dataclass(frozen=True, slots=True)
 class SeenContext:
-    """The part of a long context that a drafter reads: the first tokens (attention sinks) and the last ones. Only whole
-    blocks between them are left out, so it reads up to a block more of each."""
+    """The part of a long context that a drafter reads: the first tokens (attention sinks) and the last ones, each
+    rounded up to whole blocks."""
 
     first: int
     last: int
@@ -69,25 +65,19 @@ class SeenContext:
 
 @dataclass(frozen=True, slots=True)
 class DrafterCaps:
-    """All that the plan and the engine must know of a drafter before any of its weights are read."""
+    """What the plan and the engine must know of a drafter before any of its weights are read."""
 
     name: str  # its name in statistics: "dflash"
-    # Target layers whose residual it reads, in the order of its input; FINAL (models/common/config.py) is the output of
-    # the final norm.
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...]  # target layers whose residual it reads, in this order; FINAL: the final norm's output
     max_depth: int  # most tokens that it drafts per step
     kv: tuple[AttentionSpec, ...]  # layers whose K/V it keeps in the engine's blocks, beside the target's; always exact
     num_weights: int  # numbers in its own matrices
-    # A chain drafter makes one pass per draft. It begins with the hidden state of the last committed token, so the
-    # engine keeps that state for every request (Anchors.hidden), passes the id that follows each committed token
-    # (CommittedRows.next_ids), and shows it every token.
+    # A chain drafter makes one pass per draft. The engine keeps the hidden state of each request's last committed
+    # token (Anchors.hidden) for it, passes the id after each token (CommittedRows.next_ids), and skips no token.
     chain: bool = False
     own_head: bool = False  # whether the head that it reads is among num_weights; otherwise it is the target's
-    # Layers that read keys and values of the target, in the target's format (cache/layered.py).
-    borrowed: tuple[AttentionSpec, ...] = ()
-    # How many positions those layers look further back than the target's next token does. Caches that keep only the
-    # last positions must keep so many more.
-    reads_back: int = 0
+    borrowed: tuple[AttentionSpec, ...] = ()  # layers that read the target's keys and values (cache/layered.py)
+    reads_back: int = 0  # how much further back they look than the target's next token; windows keep as much more
     num_read: int = 0  # weights that a pass over one token reads, fewer than all with experts; 0: all
     sees: SeenContext | None = None  # the part of the context that it reads; None: all of it
     num_in_target: int = 0  # of num_weights, those whose tensors are in the target's own file
@@ -197,22 +187,17 @@ def must_fit(ok: bool, reason: str) -> None:
         )
 
 
-def head_cannot_be_cut(why: str) -> UserError:
-    return UserError(f"draft_vocab leaves out rows of the head that a drafter reads, and {why}: leave draft_vocab out")
-
-
 # ---- what the engine calls
 
 # One pass of a drafter. score(False) returns float32 logits [seqs * each, columns], the rows of a sequence together.
 # score(True) returns int64 [seqs * each], the column of each row's largest logit, which a kernel may find without
-# logits. The engine captures a pass once and replays it. So a pass is a function that the drafter hands over; it reads
-# only memory whose address is fixed (the anchors', the drafter's own), and two passes with the same numbers of
-# sequences and rows make the same launches.
+# logits. The engine captures a pass once and replays it, so a pass reads only memory whose address is fixed (the
+# anchors', the drafter's own), and passes with the same numbers of sequences and rows make the same launches.
 Score = Callable[[bool], "Tensor"]
 
 
 class Pick(Protocol):
-    """Picks ids from a pass. The engine does it, with each request's own parameters and noise."""
+    """Picks ids from a pass, with each request's own parameters and noise."""
 
     def __call__(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
         """integers [seqs, each]: ids of the target that follow the first 'drafted' ids of each sequence's draft.
@@ -240,9 +225,8 @@ class Anchors:
     block_size: int
     max_context: int  # upper bound on 'length' plus the drafts
     positions: Tensor | None = None  # int32 [seqs]: of the anchors, where tables leave out blocks; None: length - 1
-    hidden: Tensor | None = (
-        None  # [seqs, len(caps.aux_layers), hidden]: of the token before the anchor, for a chain drafter
-    )
+    # [seqs, len(caps.aux_layers), hidden]: of the token before the anchor, for a chain drafter
+    hidden: Tensor | None = None
 
 
 class DraftBytes(NamedTuple):
@@ -257,11 +241,11 @@ class Drafter(Protocol):
     caps: DrafterCaps
 
     def observe(self, rows: CommittedRows) -> None:
-        """Write the drafter's K/V of committed tokens. Not called for a drafter that keeps none."""
+        """Write the drafter's K/V of committed tokens. Not called for a drafter without K/V."""
 
     def propose(self, anchors: Anchors, depth: int, pick: Pick) -> Tensor:
-        """integers [seqs, depth]: the ids that it expects after each anchor, in as many passes as it needs. It may
-        write K/V past the committed tokens only; they are overwritten when tokens are committed there."""
+        """integers [seqs, depth]: the ids expected after each anchor. K/V may be written past the committed tokens
+        only, where they are overwritten later."""
 
     def reach(self, depth: int) -> int:
         """Positions from the anchor on that `propose` writes K/V to; at most 1 + caps.max_depth."""
@@ -275,7 +259,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class ReadsTarget(Protocol):
-    """A drafter that reads the target's keys and values as well (DrafterCaps.borrowed)."""
+    """A drafter that also reads the target's keys and values (DrafterCaps.borrowed)."""
 
     def read_from(self, kv: KVCache) -> None:
         """Called once, before the first draft. kv: the target's cache, which is built after the drafter."""

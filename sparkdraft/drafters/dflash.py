@@ -6,10 +6,9 @@ Embedding and head are the target's unless the checkpoint has its own.
 
     a block    | anchor | mask | mask | ... |    'width' positions from the anchor on; masks become the drafts
 
-Checkpoints are published in two formats, and one record holds either. z-lab keeps the drafter's dimensions at the top
-of config.json and the rest in `dflash_config`. speculators keeps the dimensions in `transformer_layer_config` and
-counts the target's layers from the embedding, so one higher. A key that would change the computation in a way that is
-not implemented is refused by name.
+Checkpoints are published in two formats. z-lab keeps the drafter's dimensions at the top of config.json and the rest in
+`dflash_config`; speculators keeps them in `transformer_layer_config` and counts the target's layers from the embedding,
+so one higher.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
@@ -31,7 +29,6 @@ from sparkdraft.drafters.base import (
     Pick,
     SeenContext,
     Shapes,
-    head_cannot_be_cut,
     must_fit,
 )
 from sparkdraft.drafters.vocabulary import rows_of_head
@@ -54,8 +51,8 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 OWN = "The drafter's config.json"
 WINDOW_KEY, SINK_KEY = "draft_window_size", "draft_sink_size"  # of dflash_config
-TAPS = 5  # of the drafters that are made here
-Mask = tuple[int, bool]  # of a layer: window (0: none), and whether a row is blind to the rows after it
+NUM_AUX_LAYERS = 5  # of the drafters that are made here
+Mask = tuple[int, bool]  # of a layer: its window (0: none), and whether it is causal within a block
 
 # Keys that stand for another algorithm or a computation that we do not have, and its name.
 FOREIGN = {
@@ -102,12 +99,8 @@ class DFlashConfig:
         return dialect(config)
 
     def check_fits(self, target: ModelConfig) -> None:
-        """Raises UserError if the drafter was not made for a target of this shape."""
-        vocab, layers, beyond = (
-            target.vocab_size,
-            target.num_layers,
-            [t for t in self.aux_layers if t >= target.num_layers],
-        )
+        vocab, layers = target.vocab_size, target.num_layers
+        beyond = [layer for layer in self.aux_layers if layer >= layers]
         for own in (self.model.hidden_size, self.target_hidden_size):
             must_fit(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
         must_fit(
@@ -121,7 +114,7 @@ class DFlashConfig:
         must_fit(0 <= mask < vocab, f"its mask id {mask} is outside the model's vocabulary of {vocab}")
 
     def caps(self, names: Collection[str] = ()) -> DrafterCaps:
-        """names: of the tensors in its file, where that is known: it may bring an embedding and a head of its own."""
+        """names: of the tensors in its file, which may bring an embedding and a head of its own."""
         vocab, hidden, number = self.model.vocab_size, self.model.hidden_size, self.draft_vocab_size
         own_head = number < vocab or has_table(names, "lm_head.weight")  # of its file, or rows of the target's
         embedding = vocab * hidden if has_table(names, "embed_tokens.weight") else 0
@@ -143,12 +136,15 @@ class DFlashConfig:
         """The input projection, the layers' own, and keys and values of all layers a second time, as one."""
         model, hidden = self.model, self.model.hidden_size
         inside = [each for spec in model.layers for part in layer_matrices(spec, hidden).values() for each in part]
-        keys_values = sum(2 * spec.kv_width for spec in model.attention if isinstance(spec, AttentionSpec))
+        keys_values = sum(2 * spec.kv_width for spec in model.attention)
         return (hidden, len(self.aux_layers) * self.target_hidden_size), *inside, (keys_values, hidden)
 
     def among(self, number: int, names: Collection[str] = ()) -> DFlashConfig:
         if has_table(names, "lm_head.weight"):
-            raise head_cannot_be_cut(f"this drafter brings a head of its own, of {self.draft_vocab_size} ids")
+            raise UserError(
+                "draft_vocab leaves out rows of the head that a drafter reads, and this drafter brings a head of its "
+                f"own, of {self.draft_vocab_size} ids: leave draft_vocab out"
+            )
         return replace(self, draft_vocab_size=min(number, self.model.vocab_size))
 
     def tensor_shapes(self) -> Shapes:
@@ -193,8 +189,10 @@ class DFlashConfig:
         return DFlash(self, fc, hidden_norm, context_kv, layers, attention, ends, kv, max_seqs, ops)
 
 
-def spread_aux_layers(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
-    """Layers from the second layer to the third from the end, as in z-lab's drafters; all layers of a tiny target."""
+def spread_aux_layers(num_layers: int, count: int = NUM_AUX_LAYERS) -> tuple[int, ...]:
+    """Layers from the second to the third from the end, as in z-lab's drafters; the last layers of a tiny target."""
+    if count == 1:
+        return (num_layers // 2,)
     first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
     if last - first < count - 1:
         return tuple(range(max(num_layers - count, 0), num_layers))
@@ -216,7 +214,9 @@ def _read_zlab(config: Config) -> DFlashConfig:
     model = _masked(dense_config(_one_rope(config), qk_norm=True), partial(_zlab_masks, config, inner))
     target_layers = whole(config, "num_target_layers", where=OWN)
     if both.get("target_layer_ids") is None:
-        both["target_layer_ids"] = _default_taps(target_layers, model.num_layers)
+        if not target_layers:
+            raise UserError("The drafter's config names neither target_layer_ids nor num_target_layers; one is needed")
+        both["target_layer_ids"] = spread_aux_layers(target_layers, model.num_layers)
     return DFlashConfig(
         model=model,
         aux_layers=_ids(both, "target_layer_ids"),
@@ -264,7 +264,7 @@ def _read_speculators(config: Config) -> DFlashConfig:
 
 
 def _masked(model: ModelConfig, masks: Callable[[int], list[Mask]]) -> ModelConfig:
-    """The model with each layer's window, and with layers whose rows may see the rows of their block after them."""
+    """The model with each layer's window and causality."""
     specs = [
         replace(spec, window=window, causal=causal)
         for spec, (window, causal) in zip(model.attention, masks(model.num_layers), strict=True)
@@ -299,26 +299,14 @@ def _windows(config: Config, num_layers: int) -> list[tuple[int, bool]]:
 
 
 def _seen_context(config: Config) -> SeenContext | None:
-    """Keys of our own, which other programs ignore: they show the drafter all of the context. They are named after
-    SGLang's --speculative-dflash-draft-window-size and after attention sinks."""
+    """From keys of our own, which other programs ignore: they show the drafter the whole context."""
     if not config.get(WINDOW_KEY):
         return None
     return SeenContext(whole(config, SINK_KEY, 0, OWN) or 0, _required(config, WINDOW_KEY, 1))
 
 
-def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
-    """z-lab's default aux_layers: spaced evenly from layer 1 to the third from the end."""
-    if not target_layers:
-        raise UserError(
-            "The drafter's config names neither target_layer_ids nor num_target_layers; one of them is needed"
-        )
-    if draft_layers == 1:
-        return [target_layers // 2]
-    return [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]
-
-
 def _one_rope(config: Config) -> Config:
-    """If rotations are given per kind of layer, take those of the sliding layers for all, as speculators does."""
+    """Of rotations per kind of layer, take those of the sliding layers for all, as speculators does."""
     rope = mapping(config, "rope_parameters", OWN)
     return {**config, "rope_parameters": rope["sliding_attention"]} if "sliding_attention" in rope else config
 
@@ -353,8 +341,7 @@ def _ids(config: Config, key: str) -> tuple[int, ...]:
 
 
 def has_table(names: Collection[str], name: str) -> bool:
-    """In the file's own prefix or without one, as drafters/dflash.py looks for it. Training's copy of the target's
-    head has another name."""
+    """Whether a file has the table, with a prefix or without. Training's copy of the target's head has another name."""
     return any(each == name or each.endswith(f".{name}") for each in names)
 
 
@@ -366,13 +353,13 @@ UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # used by t
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """The rows of one pass: one draft block per sequence. A row sees the observed context and the rows of its block."""
+    """The tokens of one pass: a draft block per sequence. A token sees the observed context and its own block."""
 
     token_ids: Tensor  # int32 [seqs * width]: anchor, mask, mask, ...
     positions: Tensor  # int32 [seqs * width]
     slots: Tensor  # int32 [seqs * width]: where the block's own K/V go; overwritten by the next observe
     view: AttentionView  # its context_len includes the block itself
-    draft_rows: Tensor  # int32 [seqs * depth]: the rows whose ids are wanted, 1 .. depth of each block
+    draft_rows: Tensor  # int32 [seqs * depth]: the tokens whose ids are wanted, 1 .. depth of each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,8 +394,8 @@ class DFlash:
         self.fc, self.hidden_norm, self.context_kv = fc, hidden_norm, context_kv
         self.layers, self.attention, self.ends, self.kv, self.ops = layers, attention, ends, kv, ops
         device = hidden_norm.gain.device
-        # Per depth, for the largest number of blocks: where each block begins, and which rows are wanted. They are made
-        # here because a pass that is recorded on a CPU cannot compute them; fewer blocks use the beginning of each.
+        # Per depth, for the largest number of blocks: where each block begins, and which tokens are wanted. A compiled
+        # step cannot compute them; fewer blocks use the beginning of each.
         depths, seqs = range(1, draft.block_size), torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
         self._starts = {depth: seqs * self.width(depth) for depth in depths}
         self._wanted = {
@@ -417,12 +404,11 @@ class DFlash:
         }
 
     def width(self, depth: int) -> int:
-        """Rows of a block that drafts 'depth' ids: the smallest of B/8, B/4, B/2 and B, the trained size, that holds
-        depth + 1 rows.
+        """Tokens of a block that drafts 'depth' ids: the smallest of B/8, B/4, B/2 and B, the trained size, that holds
+        depth + 1.
 
-        Masks see each other, so a narrower block drafts a little worse: with a quarter of 16 rows the first draft is
-        accepted in 0.4 % fewer cases, and with an eighth in 1.4 % fewer, for a quarter and an eighth of the layers'
-        cost.
+        Masks see each other, so a narrower block drafts a little worse: with a quarter of 16 tokens the first draft is
+        accepted in 0.4 % fewer cases, with an eighth in 1.4 % fewer.
         """
         return next(w for w in (self.draft.block_size >> n for n in (3, 2, 1, 0)) if depth < w)
 
@@ -436,7 +422,7 @@ class DFlash:
         return [self.fc, self.context_kv, *inside, self.ends.head]
 
     def reads(self, depth: int) -> DraftBytes:
-        """The bytes of one pass, which are the same at any depth."""
+        """The same at any depth."""
         matrices = [matrix for layer in self.layers for matrix in layer.matrices]
         propose = sum(m.nbytes for m in [*matrices, self.ends.head])
         return DraftBytes(propose, self.fc.nbytes + self.context_kv.nbytes, self.kv.bytes_per_token)
@@ -474,16 +460,14 @@ class DFlash:
     def logits(self, block: DraftBlock) -> Tensor:  # float32 [seqs * depth, draft vocabulary]
         multiplier, softcap = self.draft.output_multiplier, self.draft.softcap or 0.0
         if multiplier == 1:
-            capped = self.ops.norm_logits(self._through_layers(block), self.ends.head, softcap)
-            return capped
+            return self.ops.norm_logits(self._through_layers(block), self.ends.head, softcap)
         logits = self.ops.norm_logits(self._through_layers(block), self.ends.head) * multiplier
         return (logits / softcap).tanh() * softcap if softcap else logits
 
     def likeliest(self, block: DraftBlock) -> Tensor:  # int64 [seqs * depth]: the logits' argmax
         if self.draft.output_multiplier <= 0:  # a softcap keeps the order, and so does a positive multiplier
             return self.logits(block).argmax(-1)
-        columns = self.ops.norm_argmax(self._through_layers(block), self.ends.head)
-        return columns
+        return self.ops.norm_argmax(self._through_layers(block), self.ends.head)
 
     # ---- the parts
 
@@ -512,8 +496,7 @@ def _prefix(load: Loader) -> str:
 
 
 def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder, ids: Tensor | None) -> Ends:
-    """The checkpoint's own tables where it has them, else the target's. Of the target's head only the drafted rows are
-    taken. ids: asked for in place of the file's."""
+    """The checkpoint's own tables, else the target's: of its head only drafted rows. ids: in place of the file's."""
     from sparkdraft.models.common.blocks import load_norm
 
     names, model = frozenset(load.source.names()), draft.model
@@ -545,8 +528,7 @@ def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder, ids: 
 
 
 def _target_ids(draft: DFlashConfig, load: Loader, name: str | None) -> Tensor | None:
-    """int64 [draft vocabulary], computed from offsets (target id minus draft id); None if the vocabularies are the
-    same."""
+    """int64 [draft vocabulary], from the file's offsets (target id minus draft id); None: the vocabularies agree."""
     count, vocab = draft.draft_vocab_size, draft.model.vocab_size
     if count == vocab:
         return None
@@ -565,7 +547,7 @@ def _target_ids(draft: DFlashConfig, load: Loader, name: str | None) -> Tensor |
 
 
 def like(num_layers: int, name: str, target: ModelConfig) -> DFlashConfig:
-    """The shape of this name: layers with the dimensions of the target's own; embedding and head are the target's."""
+    """The shape of this name: layers like the target's, with the target's embedding and head."""
     layer = target.layers[0]
     attention, mlp = layer.mixer, layer.mlp
     is_alike = all(each == layer for each in target.layers)
@@ -586,14 +568,10 @@ def like(num_layers: int, name: str, target: ModelConfig) -> DFlashConfig:
     )
 
 
-def _read(config: Config, names: Collection[str], path: Path) -> DFlashConfig:
-    return DFlashConfig.read(config)
-
-
 KIND = DrafterKind(
     "dflash",
     recognises=lambda config: True,
-    read=_read,
+    read=lambda config, names, path: DFlashConfig.read(config),
     asked_last=True,
     shapes={name: partial(like, layers, name) for name, layers in (("dflash-5x", 5), ("dflash-3x", 3))},
 )

@@ -1,9 +1,8 @@
 """Finds the drafter that a user means: by name, or the best one for the model if none is named.
 
-A drafter is a checkpoint without a tokenizer (a folder or a hub id), or a part of the target's own file, such as an MTP
-head. If the user names none, the first of these that fits is taken: the one in this package, the best published one in
-the hub's cache (drafters/pairs.py), the one in the target's file. Nothing is fetched; the user is told what was
-chosen and why, or which drafter is missing and how to fetch it. No torch.
+If none is named, the first of these that fits is taken: the one in this package, the best published one in the hub's
+cache (drafters/pairs.py), the one in the target's file, such as an MTP head. Nothing is fetched; the user is told what
+was chosen and why, or which drafter is missing and how to fetch it.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ def read_draft_config(config: Mapping[str, Any], names: Collection[str] = (), pa
 
 
 def kind_of(config: Mapping[str, Any]) -> DrafterKind:
-    """The kind that reads this config.json; the one that is asked last refuses what is not known."""
+    """The kind that reads this config.json; the last one refuses what is not known."""
     return next(kind for kind in kinds().values() if kind.recognises(config))
 
 
 def in_target(name: str) -> InTarget | None:
-    """The drafter of this name if it is one that targets have in their own file: mtp."""
+    """The drafter of this name, such as mtp, if targets have it in their own file."""
     kind = kinds().get(name)
     return kind.in_target if kind else None
 
@@ -124,8 +123,7 @@ class Choice(NamedTuple, Generic[Found]):
 
 
 def choose(model: str, config: ModelConfig, checkpoint: Checkpoint | None = None) -> Choice[DraftSource]:
-    """The drafter that the engine runs with when the user names none. model: as the user named it. checkpoint: the
-    model's, which may hold a drafter."""
+    """The drafter that runs when the user names none. model: as the user named it. checkpoint: may hold a drafter."""
 
     def held(found: InTarget) -> DraftSource:
         assert checkpoint is not None, "the drafter was found in it"
@@ -142,9 +140,8 @@ def pick(
     find: Callable[[str], Found],
     find_held: Callable[[InTarget], Found],
 ) -> Choice[Found]:
-    """model: as the user named it. names: of the tensors in its file. find: opens the drafter of a folder; find_held:
-    opens the one in the model's file. Both raise UserError for a drafter that does not fit. (The engine opens
-    checkpoints, `sparkdraft plan` only their configs.)"""
+    """names: of the tensors in the model's file. find, find_held: open the drafter of a folder and the one in the
+    model's file (`sparkdraft plan` only their configs); both raise UserError for one that does not fit."""
     if own := default_drafter(model):
         return Choice(find(own), [], EMBEDDED[model])
     found = pairs.match(model, config)

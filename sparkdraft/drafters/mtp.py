@@ -5,17 +5,15 @@
     drafts        the first from the last committed token and the anchor; each next one from the head's own last state,
                   after its norm, and the id that was picked; one position further
 
-The hidden states are those after the target's final norm. The head is a chain drafter (drafters/base.py): one pass per
-draft, always the same layer. Committed tokens need only K/V.
-
-A head is in the target's own file, and its dimensions follow from the target's config.json. Its layer is a decoder
-layer of the target's kind with full attention, whatever the target's layers are in that place. The names of its tensors
-say which tables are its own.
+The hidden states are those after the target's final norm. It is a chain drafter: one pass per draft, always the same
+layer. A head is in the target's own file, and its dimensions follow from the target's config.json. Its layer has full
+attention; the names of its tensors say which tables are its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from sparkdraft.drafters.base import (
     InTarget,
     Pick,
     Shapes,
+    must_fit,
 )
 from sparkdraft.drafters.vocabulary import rows_of_head
 from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
@@ -76,7 +75,6 @@ class MtpConfig:
 
     @property
     def block_size(self) -> int:
-        """As a block drafter's: the anchor counts."""
         return 1 + MAX_DEPTH
 
     @staticmethod
@@ -94,17 +92,13 @@ class MtpConfig:
         return MtpConfig(model, prefix, own_embedding, own_head, in_target)
 
     def check_fits(self, target: ModelConfig) -> None:
-        """Raises UserError if a head of another file was not made for a target of this shape."""
         has, wants = ((each.hidden_size, each.vocab_size) for each in (self.model, target))
-        if has != wants:
-            raise UserError(
-                f"The MTP head does not fit the model: it has hidden size {has[0]} and {has[1]} ids, the model "
-                f"{wants[0]} and {wants[1]}; use the head of this model."
-            )
+        sizes = f"it has hidden size {has[0]} and {has[1]} ids, the model {wants[0]} and {wants[1]}"
+        must_fit(has == wants, sizes)
 
     def check_names(self, names: Collection[str], path: Path) -> None:
         """Raises UserError where tensors of the head are missing. The loader checks their shapes."""
-        without = "use the model's original file, or --drafter none"
+        without, names = "use the model's original file, or --drafter none", frozenset(names)
         if not has_head(names):
             raise UserError(f"{path} has no MTP head (no tensors {PREFIXES[0]}*): {without}.")
         layers = {name.split("layers.")[1].split(".")[0] for name in names if name.startswith(f"{self.prefix}layers.")}
@@ -192,54 +186,48 @@ class MtpConfig:
         max_seqs: int,
         ids: Tensor | None = None,
     ) -> MtpHead:
-        load.ignore(name for name in load.source.names() if not name.startswith(self.prefix))  # the target's
-        try:
-            head = self._build(load, ops, target, kv, context, max_seqs, ids)
-            load.finish()
-        except UserError as error:
-            raise UserError(f"The model's MTP head cannot be used, --drafter none goes without: {error}") from error
-        return head
-
-    def _build(
-        self,
-        load: Loader,
-        ops: Ops,
-        target: Decoder,
-        kv: DenseKV,
-        context: int,
-        max_seqs: int,
-        ids: Tensor | None,
-    ) -> MtpHead:
         from sparkdraft.models.common.blocks import Attention, DecoderLayer, GatedMLP, load_norm
         from sparkdraft.models.common.experts import load_experts
         from sparkdraft.models.common.rope import RopeTables
 
+        load.ignore(name for name in load.source.names() if not name.startswith(self.prefix))  # the target's
         model, prefix, layer = self.model, self.prefix, f"{self.prefix}layers.0"
         hidden, spec = model.hidden_size, self.attention
         embedding, own = target.embedding, None
-        if self.own_embedding:
-            embedding = load.embedding(f"{prefix}embed_tokens", model.vocab_size, hidden)
-        if self.own_head:
-            own = load.linear({f"{prefix}lm_head": model.vocab_size}, hidden, as_stored=ids is not None)
-        head = (own or target.head) if ids is None else rows_of_head(load, target, ids, own)
-        of_ids, of_hidden = (load_norm(model, load, f"{prefix}pre_fc_norm_{part}") for part in ("embedding", "hidden"))
-        join = Join(load.linear({f"{prefix}fc": hidden}, 2 * hidden), embedding, (of_ids, of_hidden), ops)
-        ropes = RopeTables(context + MAX_DEPTH, load.device)  # drafts may reach past the context's end
-        attention = Attention(spec, model, load, f"{layer}.self_attn", ops, ropes)
-        mlp = load_experts if isinstance(self.layer.mlp, ExpertsSpec) else GatedMLP
-        decoder = DecoderLayer(
-            load_norm(model, load, f"{layer}.input_layernorm"),
-            attention,
-            load_norm(model, load, f"{layer}.post_attention_layernorm"),
-            mlp(self.layer.mlp, model, load, f"{layer}.mlp", ops),
-        )
-        rows = {f"{layer}.self_attn.{part}_proj": spec.kv_width for part in "kv"}
-        context_kv, norm = load.linear(rows, hidden), load_norm(model, load, f"{prefix}norm")
+        with _explained():
+            if self.own_embedding:
+                embedding = load.embedding(f"{prefix}embed_tokens", model.vocab_size, hidden)
+            if self.own_head:
+                own = load.linear({f"{prefix}lm_head": model.vocab_size}, hidden, as_stored=ids is not None)
+            head = (own or target.head) if ids is None else rows_of_head(load, target, ids, own)
+            of_ids = load_norm(model, load, f"{prefix}pre_fc_norm_embedding")
+            of_hidden = load_norm(model, load, f"{prefix}pre_fc_norm_hidden")
+            join = Join(load.linear({f"{prefix}fc": hidden}, 2 * hidden), embedding, of_ids, of_hidden, ops)
+            ropes = RopeTables(context + MAX_DEPTH, load.device)  # drafts may reach past the context's end
+            attention = Attention(spec, model, load, f"{layer}.self_attn", ops, ropes)
+            mlp = load_experts if isinstance(self.layer.mlp, ExpertsSpec) else GatedMLP
+            decoder = DecoderLayer(
+                load_norm(model, load, f"{layer}.input_layernorm"),
+                attention,
+                load_norm(model, load, f"{layer}.post_attention_layernorm"),
+                mlp(self.layer.mlp, model, load, f"{layer}.mlp", ops),
+            )
+            rows = {f"{layer}.self_attn.{part}_proj": spec.kv_width for part in "kv"}
+            context_kv, norm = load.linear(rows, hidden), load_norm(model, load, f"{prefix}norm")
+            load.finish()
         return MtpHead(self, join, attention, decoder, context_kv, norm, head, kv, max_seqs, ops, ids)
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"The model's MTP head cannot be used, --drafter none goes without: {error}") from error
+
+
 def is_target(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a model which may hold a head, not that of a drafter made for one."""
+    """Whether a config.json is that of a model that may hold a head, not of a drafter made for one."""
     kind = str(config.get("model_type", "")).removesuffix("_text")
     drafts = any("Draft" in name or "Specul" in name for name in listed(config, "architectures", str) or ())
     return kind in HEADS and not drafts and "dflash_config" not in config
@@ -268,7 +256,7 @@ class MtpHead:
         join: Join,
         attention: Attention,
         layer: DecoderLayer,  # with this attention
-        context_kv: Linear,  # [2 * kv_heads * head_dim, hidden]: keys, then values; committed rows go through it alone
+        context_kv: Linear,  # [2 * kv_heads * head_dim, hidden]: keys, then values, of committed tokens
         norm: Norm,
         head: Linear,
         kv: DenseKV,
@@ -281,7 +269,7 @@ class MtpHead:
         self.caps, self.config, self.kv, self.ops = config.caps(), config, kv, ops
         self.join, self.attention, self.layer, self.context_kv = join, attention, layer, context_kv
         self.norm, self.head, self.vocabulary = norm, head, vocabulary
-        # What a pass reads and leaves for the next, always in the same place, so that a pass can be recorded.
+        # What a pass reads and leaves for the next, always in the same place, so that a pass can be captured.
         device, dtype = norm.gain.device, kv.k[0].dtype
         self._ids, self._length = (torch.zeros(max_seqs, dtype=torch.int32, device=device) for _ in range(2))
         self._hidden = torch.zeros(max_seqs, 1, config.model.hidden_size, dtype=dtype, device=device)
@@ -309,7 +297,7 @@ class MtpHead:
         return torch.cat(drafts, 1)
 
     def reach(self, depth: int) -> int:
-        return depth - 1  # the first pass is over the row before the anchor
+        return depth - 1  # the first pass is over the token before the anchor
 
     @property
     def matrices(self) -> list[Linear]:
@@ -319,7 +307,7 @@ class MtpHead:
         return [self.join.fc, self.context_kv, *inside, self.head]
 
     def reads(self, depth: int) -> DraftBytes:
-        """Of experts, those that one row reaches."""
+        """Of experts, those that one token reaches."""
         from sparkdraft.weights.linear import ExpertLinear
 
         spec, own = self.config.layer.mlp, self.join.fc.nbytes
@@ -329,7 +317,7 @@ class MtpHead:
         return DraftBytes(depth * a_pass, own + self.context_kv.nbytes, depth * self.kv.bytes_per_token)
 
     def _score(self, anchors: Anchors, seqs: int, likeliest: bool) -> Tensor:
-        """One pass, over one row of each sequence; the row's state replaces the one that it began with."""
+        """One pass, over one token of each sequence, whose state replaces the one that it began with."""
         from sparkdraft.models.common.blocks import Step
 
         ops, ids, hidden = self.ops, self._ids[:seqs], self._hidden[:seqs]
@@ -339,23 +327,23 @@ class MtpHead:
         joined = Normed(self.join(ids, hidden), self.layer.input_norm)
         normed = self.layer.add_to(joined, step, self.kv.layers[0], self.norm)
         ops.store_aux(ops.rms_norm(normed.x, *self.norm), hidden, 0, positions)
-        out = (ops.norm_argmax if likeliest else ops.norm_logits)(normed, self.head)
-        return out
+        return ops.norm_argmax(normed, self.head) if likeliest else ops.norm_logits(normed, self.head)
 
 
+@dataclass(frozen=True, slots=True)
 class Join:
     """x = fc(norm(embedding) beside norm(hidden state)): where the head's layer begins."""
 
-    def __init__(self, fc: Linear, embedding: Stored, norms: tuple[Norm, Norm], ops: Ops) -> None:
-        """norms: of embeddings, and of hidden states."""
-        self.fc, self.embedding, self.norms, self.ops = fc, embedding, norms, ops
+    fc: Linear
+    embedding: Stored
+    of_ids: Norm
+    of_hidden: Norm
+    ops: Ops
 
     def __call__(self, ids: Tensor, hidden: Tensor) -> Tensor:  # int32 [rows], [rows, 1, hidden] -> [rows, hidden]
-        ops, (of_ids, of_hidden) = self.ops, self.norms
-        embedded = ops.rms_norm(ops.embed(ids, self.embedding), *of_ids)
-        state = ops.rms_norm(hidden.view(hidden.shape[0], -1), *of_hidden)
-        joined = ops.linear(ops.concat(embedded, state), self.fc)
-        return joined
+        embedded = self.ops.rms_norm(self.ops.embed(ids, self.embedding), *self.of_ids)
+        state = self.ops.rms_norm(hidden.view(hidden.shape[0], -1), *self.of_hidden)
+        return self.ops.linear(self.ops.concat(embedded, state), self.fc)
 
 
 # ---- how it is found
@@ -363,7 +351,6 @@ class Join:
 
 def read(config: Mapping[str, Any], names: Collection[str], path: Path) -> MtpConfig:
     """The head in another file of the target, such as the original of a fine-tune that lost its own."""
-    names = frozenset(names)
     head = MtpConfig.of(read_config(config), names, in_target=False)
     if names:
         head.check_names(names, path)
@@ -371,7 +358,6 @@ def read(config: Mapping[str, Any], names: Collection[str], path: Path) -> MtpCo
 
 
 def read_in_target(target: ModelConfig, names: Collection[str], path: Path) -> MtpConfig:
-    names = frozenset(names)
     head = MtpConfig.of(target, names)
     head.check_names(names, path)
     return head

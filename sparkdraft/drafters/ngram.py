@@ -2,7 +2,7 @@
 
 Every run of 'min_match' ids is remembered by where it last ended. While the text continues as it did after an earlier
 run, that match is kept, so a long match is not given up for a shorter one; where the text departs, the newest run is
-used. The depth controller decides how deep to draft and whether the copy pays; the target decides whether it is right.
+used.
 
     ids      .... [e-L+1 .. e] e+1 ......... n-1          the last L ids, n-L .. n-1, occurred before and ended at e
     drafts                     e+1 ......... n-1 e+1 ..   copied on, and round again: a loop is drafted to any length
@@ -82,8 +82,7 @@ class NgramIndex:
             self._waiting = []
 
     def _follow(self, token: int) -> None:
-        """Add one id: extend the match if the id continues it, else look for another; remember the run that ends
-        here."""
+        """Add one id: extend the match or look for another, and remember the run that ends here."""
         ids, position, older = self._ids, len(self._ids), NONE
         ids.append(token)
         before = position - self.min_match  # the position that leaves the run

@@ -1,8 +1,8 @@
 """Targets and the drafters that are published for them: the table pairs.json, and which entry fits a model.
 
 Figures are those that others report, with their source; "tokens" are tokens per step. A model is found in the table by
-its name and shape. A fine-tune or a quantised re-upload has another name; it is found by its shape, and the user is
-told, because a drafter made for other weights may be accepted less. A name alone never decides. No torch.
+its name and shape. A fine-tune or a quantised re-upload has another name and is found by its shape, and the user is
+told, because a drafter made for other weights may be accepted less.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class KnownDrafter:
     dialect: str
     block: int  # the anchor included
     layers: int | None
-    aux_layers: tuple[
-        int, ...
-    ]  # target layers that it reads, the first is 0; empty: not known, or the final norm's result
+    aux_layers: tuple[int, ...]  # target layers that it reads, from 0; empty: not known, or the final norm's result
     window: int  # of most of its layers; 0: none
     gib: float | None
     thinking: str  # one of THINKING

@@ -44,8 +44,7 @@ def read_ids(path: str, vocab_size: int) -> tuple[int, ...]:
 class IdCounts:
     """Counts the ids that requests wrote, added to the counts that the file held before.
 
-    A thread writes the file some seconds after something was counted, because a server's process may be killed. Other
-    processes write it at exit too.
+    A thread writes the file some seconds after something was counted, because a server's process may be killed.
     """
 
     def __init__(self, path: str, vocab_size: int) -> None:
@@ -122,9 +121,7 @@ def _check(path: str, option: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def rows_of_head(load: Loader, target: Decoder, ids: Tensor, head: Linear | None = None) -> Linear:
-    """A head over these ids (int64, ascending). head: the drafter's own, if it has a whole one; otherwise the target's.
-
-    Raises UserError."""
+    """A head over these ids (int64, ascending). head: the drafter's own whole one; None: the target's."""
     from sparkdraft.weights.quant.stored import take_rows
 
     rows = (head or target.head).rows(ids)

@@ -1,8 +1,7 @@
 """The API's side of the process boundary: starts the engine process, talks to it, and restarts it when it dies.
 
 The two share a socket pair, so each sees at once when the other is gone: the child exits, or the parent fails what was
-in flight and starts a new child. One asyncio protocol hands each event to the queue of its request and never waits for
-a reader. No torch.
+in flight and starts a new child. One asyncio protocol hands each event to the queue of its request.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ RETRY = 5  # seconds after which a client may try again meanwhile
 
 
 class EngineError(Exception):
-    """The engine is not there, refuses a request or fails while running it; the sentence says why. retryable: the same
-    request may work later, after about 'retry_after' seconds."""
+    """The engine is not there, refuses a request or fails while running it. retryable: the same request may work later,
+    after about 'retry_after' seconds."""
 
-    def __init__(self, sentence: str, retryable: bool, retry_after: int = 1) -> None:
+    def __init__(self, sentence: str, retryable: bool = False, retry_after: int = 1) -> None:
         super().__init__(sentence)
         self.sentence, self.retryable, self.retry_after = sentence, retryable, retry_after
 
@@ -53,15 +52,9 @@ class EngineError(Exception):
 class RequestRefused(EngineError):
     """The engine runs and will not take this request: the client must change it."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, retryable=False)
-
 
 class RequestFailed(EngineError):
     """The engine runs and this request met a bug; the log has the traceback."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, retryable=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +111,7 @@ class EngineClient:
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds until requests will probably be accepted: the duration of the last start, less the time since
-        this one began, at least 1. RETRY for an engine that hangs."""
+        """Whole seconds until requests will probably be accepted, by the duration of the last start."""
         if self.state == "unresponsive":
             return RETRY
         return max(1, math.ceil(self.start_began + self.start_seconds - time.monotonic()))
@@ -130,9 +122,8 @@ class EngineClient:
         if self.state != "unresponsive":
             return ""
         then = f"; after {self.restart.hang:g} s it is killed and started again" if self.restart.hang else ""
-        return (
-            f"the engine does not answer: its process has given no sign of life for {self.pulse.silent_for:.0f} s{then}"
-        )
+        silent = f"its process has given no sign of life for {self.pulse.silent_for:.0f} s"
+        return f"the engine does not answer: {silent}{then}"
 
     def start_took(self) -> float:
         """Remember and return how long this start took; call it when requests are accepted."""
@@ -147,8 +138,7 @@ class EngineClient:
         self._supervisor = asyncio.create_task(self._supervise())
 
     def submit(self, id: str, prompt_ids: Sequence[int], params: SamplingParams | Mapping[str, Any]) -> TokenStream:
-        """Send a request under an id never used before; its events come from the iterator. Raises if no engine is
-        ready. Must be called in the event loop's thread."""
+        """Send a request under an id never used before; its events come from the iterator. Raises EngineError."""
         if self.state != "ready":
             raise self._not_ready()
         assert id not in self._mailboxes, f"request id {id} is in flight already"
@@ -164,7 +154,7 @@ class EngineClient:
             self._send(messages.Abort(id))
 
     async def status(self, timeout: float = 5.0) -> dict[str, Any]:
-        """Live numbers of the engine, which answers between steps."""
+        """Live numbers of the engine, which answers between two steps."""
         if self._transport is None or not self._ready_at or self.state == "unresponsive":
             raise self._not_ready()
         name = str(next(self._numbers))
@@ -320,17 +310,11 @@ class EngineClient:
         self._idle.set()
 
     def _not_ready(self) -> EngineError:
+        """For a request that comes while the state changes; Service.require_ready says more."""
         if self.state == "failed":
-            return EngineError(self.last_error or "the engine cannot run", False)
-        if self.state == "draining":
-            sentence = "the server is shutting down; retry later, or use another server"
-            return EngineError(sentence, True, self.retry_after)
-        if self.state == "unresponsive":
-            return EngineError(self.silence, True, self.retry_after)
-        done, total = self.progress
-        shown = f"{self.stage}, {done} of {total}" if total else self.stage
-        sentence = f"the engine is {self.state} ({shown}); retry in {self.retry_after} s"
-        return EngineError(sentence, True, self.retry_after)
+            return EngineError(self.last_error or "the engine cannot run")
+        state = "the server is shutting down" if self.state == "draining" else f"the engine is {self.state}"
+        return EngineError(self.silence or f"{state}; retry in {self.retry_after} s", True, self.retry_after)
 
     # ---- messages
 
@@ -398,8 +382,7 @@ class EngineClient:
 
 
 def environment() -> dict[str, str]:
-    """The child's environment: with -P it must still find this package where it runs from a checkout that is not
-    installed."""
+    """The child's environment: with -P it must still find this package in a checkout that is not installed."""
     root = Path(__file__).parents[2]
     if root.name in ("site-packages", "dist-packages"):
         return dict(os.environ)
@@ -431,16 +414,15 @@ def _refusal(message: messages.Refused) -> EngineError:
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """The events of one request that wait for their reader. The client holds the mailbox and not the reader, so that
-    the garbage collector can drop a reader, which is then noticed."""
+    """The events of one request that wait for their reader. The client holds the mailbox and not the reader, whose end
+    by the garbage collector is then noticed."""
 
     left: int  # how many of its n texts have not ended
     queue: asyncio.Queue[TokenEvent | EngineError] = field(default_factory=asyncio.Queue)
 
 
 class TokenStream(AsyncIterator[TokenEvent]):
-    """Yields the events of one request, to its end. A reader that stops earlier (by aclose, by cancellation, or by
-    dropping this) aborts the request."""
+    """Yields the events of one request, to its end. Closing, cancelling or dropping it earlier aborts the request."""
 
     def __init__(self, client: EngineClient, id: str, mailbox: Mailbox) -> None:
         self.id = id
@@ -476,12 +458,9 @@ class TokenStream(AsyncIterator[TokenEvent]):
 class Pulse:
     """Whether the engine process still runs, as the API sees it.
 
-    The API pings the engine process every BEAT seconds. A thread of that process answers, so a long step (a first
-    compilation, a huge prompt) does not look like a stopped process, which sends nothing at all. Each answer also says
-    which turn the engine's loop is in, so a step that never ends is noticed too, after a much longer limit.
-
-    Time is counted in pings, not read from a clock: while the API itself stands still (a paused container, a machine
-    that sleeps), nothing is held against the engine.
+    The API pings the engine process every BEAT seconds. A thread of that process answers, so a long step does not look
+    like a stopped process. Each answer also says which turn the engine's loop is in, so a step that never ends is
+    noticed too. Time is counted in pings, so a pause of the API itself is not held against the engine.
     """
 
     def __init__(self) -> None:

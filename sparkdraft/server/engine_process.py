@@ -1,10 +1,9 @@
 """The engine's own process: loads a backend, then takes messages, steps it, and sends what each step wrote.
 
-The backend is known only by its protocol (sparkdraft/backend.py). A thread reads the socket, so that messages are there
-when a step ends, and the process exits as soon as its parent does, even while it loads or steps. The main thread writes
-and waits for the API only when more than a bounded amount is unsent; the reading thread never waits, so the two sides
-never wait for each other. It writes nothing but the answers to pings, which show that this process runs. Grammars are
-compiled in threads before their requests reach the backend. engine_client.py starts and restarts this process.
+The backend is known only by its protocol (sparkdraft/backend.py). A thread reads the socket and answers pings, so that
+messages are there when a step ends, and the process exits as soon as its parent does. The main thread writes, and waits
+for the API only when much is unsent; the reading thread never waits. Grammars are compiled in threads before their
+requests reach the backend. engine_client.py starts and restarts this process.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ MOST_FAILURES = 8  # failed steps in a row after which the process gives up: the
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A thread has finished a request's grammar."""
+    """A request's grammar is compiled."""
 
     id: str
     work: Future[Any]
@@ -142,8 +141,7 @@ class EngineLoop:
             self._send(outputs)
 
     def _fail_batch(self, error: Exception) -> None:
-        """Running requests get an error, and waiting ones run next. A backend that cannot continue raises; then
-        engine_client.py starts a new process."""
+        """Running requests get an error, and waiting ones run next. A backend that cannot continue raises."""
         lost = self.backend.fail_batch(error)
         traceback.print_exception(error)
         sentence = f"a step of the engine that ran this request failed ({_told(error)}); see the server's log"
@@ -232,7 +230,7 @@ class EngineLoop:
             self._refuse(request.id, error)
 
     def _refuse(self, name: str, error: Exception) -> None:
-        """An error caused by one request is answered to that request only; no other request ends by it."""
+        """Answer an error to the request that caused it; no other request ends by it."""
         if isinstance(error, UserError):
             wait = error.retry_after if isinstance(error, TryLater) else 0
             self.wire.send(messages.Refused(name, str(error), retry_after=wait))
@@ -269,7 +267,7 @@ class EngineLoop:
 
 
 def load_engine(options: dict[str, Any], report: Report) -> Backend:
-    """The project's own engine. This is the one place where the server names a backend."""
+    """The project's own engine: the one place where the server names a backend."""
     from sparkdraft.engine.backend import load_backend  # imports torch, which takes a second or two
 
     return load_backend(options, report)
@@ -301,8 +299,8 @@ def _told(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, load: LoadBackend = load_engine) -> None:
-    """arguments: the number of the inherited socket, the fields of EngineConfig as JSON, and how tool calls are read if
-    the canary shall run."""
+    """arguments: the number of the inherited socket, the fields of EngineConfig as JSON, and, to run the canary, the
+    tool parser."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the server decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, whatever was inherited
     number, text, *canary_parser = sys.argv[1:] if arguments is None else arguments

@@ -1,7 +1,6 @@
 """What stands before the routes: time-outs and sizes, host names, the API key, and the queue.
 
-Each limit is checked where the limited thing is first seen, and the answer names it. The queue is counted here and not
-in the engine, so that a client is refused at once, before anything it sent is tokenised.
+The queue is counted here and not in the engine, so that a client is refused before anything it sent is tokenised.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ OPEN_PATHS = ("/", "/health")
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection of one client, with a time-out for headers, which uvicorn does not have.
-
-    Without it, a client could hold connections forever by never ending a header. `BodyLimit` has the time-outs for
-    bodies, and uvicorn closes connections that are idle between two requests.
-    """
+    """uvicorn's connection of one client, with a time-out for headers, which uvicorn does not have."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -78,8 +73,7 @@ class HttpConnection(H11Protocol):
 
 
 def check_head(scope: Scope) -> None:
-    """Refuse what the HTTP parser lets pass: two lengths (one of which a proxy may have believed), an unknown version,
-    and thousands of headers."""
+    """Refuse what the HTTP parser lets pass: two lengths, an unknown version, and thousands of headers."""
     names = [name for name, _ in scope["headers"]]
     if scope["http_version"] not in ("1.0", "1.1"):
         raise ApiError(400, f"HTTP/{scope['http_version']} is not supported; use HTTP/1.1.", headers=CLOSE)
@@ -93,8 +87,8 @@ def check_head(scope: Scope) -> None:
 class Linger:
     """Middleware: makes sure that an answer sent before the end of a body reaches its client.
 
-    Closing a connection with unread bytes resets it, and the reset may overtake the answer. So the whole answer is
-    sent, the rest of the body is read and dropped for a while, and only then the connection is closed.
+    Closing a connection with unread bytes resets it, and the reset may overtake the answer. So the rest of the body is
+    read and dropped for a while before the connection is closed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -104,7 +98,7 @@ class Linger:
         if scope["type"] != "http" or not has_body(scope):
             return await self.app(scope, receive, send)
         # A client that waits for "100 Continue" has sent nothing yet; the first receive sends it that answer.
-        ended = any(name == b"expect" for name, _ in scope["headers"])
+        ended = header_of(scope, b"expect") is not None
 
         async def watched() -> Message:
             nonlocal ended
@@ -151,7 +145,7 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """Read the body, counted piece by piece, so that a large body does not block the event loop."""
+        """Counted piece by piece, so that a large body does not block the event loop."""
         body, num_values, begin = bytearray(), 0, time.monotonic()
         while True:
             left = BODY_SECONDS + len(body) / BODY_RATE - (time.monotonic() - begin)
@@ -172,42 +166,39 @@ class BodyLimit:
             self._check_size(len(body))
             num_values += sum(map(piece.count, (b",", b"[", b"{")))
             if num_values > self.max_values:
-                raise ApiError(
-                    413,
-                    f"The body has more than {self.max_values:,} commas and opening brackets; send less in one "
-                    "request, or start the server with a larger --max-body.",
-                    code="body_too_large",
-                    headers=CLOSE,
-                )
+                limit = f"{self.max_values:,} commas and opening brackets"
+                raise _too_large(f"has more than {limit}; send less in one request")
             if not message.get("more_body"):
                 return bytes(body)
 
     def _check_size(self, size: int) -> None:
         if size > self.max_body:
-            raise ApiError(
-                413,
-                f"The body is larger than {self.max_body:,} bytes; send less, or start the server with a larger "
-                "--max-body.",
-                code="body_too_large",
-                headers=CLOSE,
-            )
+            raise _too_large(f"is larger than {self.max_body:,} bytes; send less")
+
+
+def _too_large(what: str) -> ApiError:
+    sentence = f"The body {what}, or start the server with a larger --max-body."
+    return ApiError(413, sentence, code="body_too_large", headers=CLOSE)
+
+
+def header_of(scope: Scope, wanted: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
 def declared_length(scope: Scope) -> int:
     """0 if no length is declared, as for a chunked body."""
-    return int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0"))
+    return int(header_of(scope, b"content-length") or 0)
 
 
 def has_body(scope: Scope) -> bool:
-    return declared_length(scope) > 0 or any(name == b"transfer-encoding" for name, _ in scope["headers"])
+    return declared_length(scope) > 0 or header_of(scope, b"transfer-encoding") is not None
 
 
 class Hosts:
     """Middleware: a request for a name that is neither this machine's own nor listed gets 403.
 
-    A web page can let its own name point to 127.0.0.1 (DNS rebinding). For the browser this server is then part of that
-    page's site, and the page may read its answers. The browser still sends the page's name as Host, so such a name is
-    refused. A server that listens beyond this machine may have any name: it accepts all, unless a list is given.
+    A web page can let its own name point to 127.0.0.1 (DNS rebinding) and read this server's answers. The browser still
+    sends the page's name as Host. A server that listens beyond this machine accepts all names, unless a list is given.
     """
 
     def __init__(self, app: ASGIApp, accepted: frozenset[str]) -> None:
@@ -215,7 +206,7 @@ class Hosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            self._check(next((value for name, value in scope["headers"] if name == b"host"), b""))
+            self._check(header_of(scope, b"host") or b"")
         await self.app(scope, receive, send)
 
     def _check(self, header: bytes) -> None:
@@ -255,7 +246,7 @@ class Auth:
     """Middleware: a request without the key, or with a wrong one, gets 401.
 
     Digests are compared in constant time, so that neither the key nor its length shows in the timing. The page and
-    /health need no key, because a browser and a load balancer have none to send; a wrong key is refused there too.
+    /health need no key, but a wrong one is refused there too.
     """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -268,7 +259,7 @@ class Auth:
         await self.app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+        header = header_of(scope, b"authorization")
         if header is None and scope["path"] in OPEN_PATHS:
             return
         scheme, _, given = (header or b"").partition(b" ")
@@ -301,13 +292,12 @@ class Gate:
 
     @property
     def capacity(self) -> int:
-        """Sequences that may run or wait. The queue shrinks as requests slow down, so that waiting takes no longer."""
+        """Sequences that may run or wait."""
         return self.max_seqs + int(self.max_queue / self.slowdown)
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
-        """Count one request of 'count' sequences from here to the end of the with block. A request larger than the
-        capacity is admitted when no other is inside; otherwise it never could be."""
+        """Count a request of so many sequences within the block. One larger than the capacity is admitted alone."""
         if self.closed:
             wait = self.retry_after(RESTING)
             text = f"The server is overloaded; retry in {wait} s. The reason: {self.closed}."

@@ -1,7 +1,6 @@
 """Counters, gauges and histograms in Prometheus' text format, without its library.
 
-A metric is a name, a help line and a table from label values to numbers. `Metrics` holds those of the server. Their
-names are vLLM's with `sparkdraft_` in place of `vllm:`, so that a dashboard needs one substitution. What only the
+Names are vLLM's with `sparkdraft_` in place of `vllm:`, so that a dashboard needs one substitution. What only the
 engine knows (use of the cache, waiting requests) is copied from its status on request.
 """
 
@@ -22,7 +21,7 @@ PREFIX = "sparkdraft_"
 
 
 class Counter:
-    """A number that only grows, or a gauge, which may be set; one number per label value."""
+    """A counter or a gauge, with one number per label value."""
 
     def __init__(self, name: str, text: str, label: str = "", kind: str = "counter") -> None:
         self.name, self.text, self.label, self.kind = PREFIX + name, text, label, kind
@@ -32,7 +31,7 @@ class Counter:
         self.values[label] = self.values.get(label, 0.0) + amount
 
     def set(self, value: float, label: str = "") -> None:
-        assert self.kind == "gauge", f"{self.name} only grows"
+        """For gauges, and for counters that are copied from the engine's status or the watchdog."""
         self.values[label] = value
 
     def lines(self) -> Iterator[str]:
@@ -40,13 +39,6 @@ class Counter:
         for value, number in self.values.items():
             labels = f'{{{self.label}="{_escaped(value)}"}}' if self.label else ""
             yield f"{self.name}{labels} {_number(number)}"
-
-
-class EngineCounter(Counter):
-    """A counter whose value is copied from the engine's status or from the watchdog."""
-
-    def set(self, value: float, label: str = "") -> None:
-        self.values[label] = value
 
 
 class Histogram:
@@ -100,17 +92,13 @@ class Metrics:
             Counter(f"kv_cache_{what}_error", f"relative error by codes: {text}", "layer", "gauge")
             for what, text in (("key", "keys"), ("value", "values"), ("attention", "attention's result, all coded"))
         )
-        self.preemptions = EngineCounter("num_preemptions_total", "times a running sequence gave its KV blocks back")
-        self.probe_passed = Counter(
-            "canary_probe_passed",
-            "1 if a probe of the canary passed, 0 if it failed, at the last start",
-            "probe",
-            "gauge",
-        )
+        self.preemptions = Counter("num_preemptions_total", "times a running sequence gave its KV blocks back")
+        probed = "1 if a probe of the canary passed, 0 if it failed, at the last start"
+        self.probe_passed = Counter("canary_probe_passed", probed, "probe", "gauge")
         self.part_off = Counter("part_disabled", "1 for a part that the canary switched off", "part", "gauge")
         self.watched = Counter("watchdog_value", "the last value read, by cause", "cause", "gauge")
         self.alarm = Counter("watchdog_active", "1 while a cause lasts and is reacted to", "cause", "gauge")
-        self.alarms = EngineCounter("watchdog_alarms_total", "times that a cause has begun", "cause")
+        self.alarms = Counter("watchdog_alarms_total", "times that a cause has begun", "cause")
         self.ready = Counter("engine_ready", "1 when requests are taken", kind="gauge")
         self.silence = Counter(
             "engine_silence_seconds", "seconds since the engine process last gave a sign of life", kind="gauge"
@@ -135,7 +123,6 @@ class Metrics:
             self.attention_error.set(found["attention_error"], layer)
 
     def canary(self, findings: Iterable[Mapping[str, Any]]) -> None:
-        """Copy what the canary found."""
         self.probe_passed.values.clear()
         self.part_off.values.clear()
         for finding in findings:
@@ -145,7 +132,6 @@ class Metrics:
                 self.part_off.set(1, finding["part"])
 
     def watch(self, alarms: Iterable[Alarm]) -> None:
-        """Copy the watchdog's alarms."""
         for alarm in alarms:
             name = alarm.cause.name
             self.alarm.set(float(alarm.active), name)

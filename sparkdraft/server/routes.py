@@ -1,8 +1,7 @@
 """The routes: chat, completions, models, health and metrics, token ids, and the chat page.
 
 A route checks what can be known at once. A `Reply` (stream.py) does the rest while the answer is sent. /health is for
-machines: 503 with the stage or the reason, unless a request would be answered. /v1/status is for people: the plan in
-words, each fallback with its reason, how the engine runs on this machine, and how drafting goes.
+machines, /v1/status for people.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ def _chat_job(text: ModelText, body: ChatRequest, name: str) -> Job:
     prompt = text.prompt(body)
     answer = ChatAnswer(
         id=f"chatcmpl-{uuid4().hex}",
-        created=int(time.time()),
         model=name,
         n=prompt.params.n,
         tokenizer=text.tokenizer,
@@ -71,10 +69,7 @@ def _chat_job(text: ModelText, body: ChatRequest, name: str) -> Job:
         parallel=prompt.parallel,
         old_calls=bool(body.functions),
         may_be_empty=text.tools.may_be_empty,
-        prompt_logprobs=body.prompt_logprobs,
-        include_usage=body.include_usage,
-        usage_in_each=body.usage_in_each,
-        return_speculation=bool(body.return_speculation),
+        **body.answer_fields,
     )
     grammar_field = "tools" if body.choice in ("required", "named") else "response_format"
     return Job(answer, [prompt.ids], prompt.params, grammar_field)
@@ -108,17 +103,13 @@ def _completion_job(text: ModelText, body: CompletionRequest, name: str) -> Job:
     ]
     answer = CompletionAnswer(
         id=f"cmpl-{uuid4().hex}",
-        created=int(time.time()),
         model=name,
         n=params.n,
         prompts=list(zip(shown, ids, strict=True)),
         tokenizer=text.tokenizer,
         echo=echo,
         logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        include_usage=body.include_usage,
-        usage_in_each=body.usage_in_each,
-        return_speculation=bool(body.return_speculation),
+        **body.answer_fields,
     )
     return Job(answer, ids, params, scores=body.scores)
 
@@ -152,10 +143,14 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 def _card(service: Service, name: str) -> dict[str, Any]:
     info = service.client.info
-    card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "sparkdraft"}
-    card["created"] = info.created if info else int(service.started)
-    card["max_model_len"] = info.max_model_len if info else None
-    return card | {"sampling_defaults": service.sampling if info else None}
+    return {
+        "id": name,
+        "object": "model",
+        "owned_by": "sparkdraft",
+        "created": info.created if info else int(service.started),
+        "max_model_len": info.max_model_len if info else None,
+        "sampling_defaults": service.sampling if info else None,
+    }
 
 
 # ---- GET /health, /metrics and /v1/status
@@ -164,8 +159,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 when requests are answered, else 503 with the stage of loading, or with why the engine does not answer. What
-    the canary and the watchdog found wrong is named in both."""
+    """200 when requests are answered, else 503 with the stage of loading, or with why the engine does not answer."""
     service = service_of(request)
     found: dict[str, Any] = {}
     if failed := service.failed_probes:
@@ -176,11 +170,9 @@ async def health(request: Request) -> JSONResponse:
         wait = service.gate.retry_after(RESTING)
         return JSONResponse({"status": "overloaded"} | found, status_code=503, headers={"Retry-After": str(wait)})
     if service.ready:
-        state: dict[str, Any] = {"status": "degraded" if found else "ok"}
-        return JSONResponse(state | found)
-    return JSONResponse(
-        _state(service) | found, status_code=503, headers={"Retry-After": str(service.client.retry_after)}
-    )
+        return JSONResponse({"status": "degraded" if found else "ok"} | found)
+    wait = service.client.retry_after
+    return JSONResponse(_state(service) | found, status_code=503, headers={"Retry-After": str(wait)})
 
 
 @router.get("/metrics")
@@ -267,19 +259,17 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 
 def _tokenized(text: ModelText, body: TokenizeRequest) -> Response:
-    ids = _ids_of(text, body)
-    names = [token_name(token, text.tokenizer) for token in ids] if body.return_token_strs else None
-    return _json({"count": len(ids), "max_model_len": text.info.max_model_len, "tokens": ids, "token_strs": names})
-
-
-def _ids_of(text: ModelText, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Send either prompt or messages.", "prompt")
     if body.messages is None:
-        return text.encode(body.prompt or "", body.add_special_tokens is not False)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
-    said = text.tools.instructions(tools) if tools else None
-    return text.encode_chat(text.rendered(body.messages, body, tools, said, text.variables(body.chat_template_kwargs)))
+        ids = text.encode(body.prompt or "", body.add_special_tokens is not False)
+    else:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
+        said = text.tools.instructions(tools) if tools else None
+        variables = text.variables(body.chat_template_kwargs)
+        ids = text.encode_chat(text.rendered(body.messages, body, tools, said, variables))
+    names = [token_name(token, text.tokenizer) for token in ids] if body.return_token_strs else None
+    return _json({"count": len(ids), "max_model_len": text.info.max_model_len, "tokens": ids, "token_strs": names})
 
 
 @router.post("/detokenize", response_model=None)
@@ -299,7 +289,7 @@ def _detokenized(text: ModelText, ids: list[int]) -> Response:
 
 
 def _json(body: Json) -> Response:
-    """Runs in the thread: serialising a long list takes as long as computing it."""
+    """Call it in the thread: serialising a long list takes as long as computing it."""
     return Response(dumps(body), media_type="application/json")
 
 

@@ -1,7 +1,6 @@
 """The state that the routes share: configuration, engine client, counters, the model's tokenizer and chat template.
 
-The tokenizer is made in a thread as soon as the engine has described what it serves, and then a few warm-up requests
-run. Both happen before /health says ready, so that the first user does not wait for them.
+Before /health says ready, the tokenizer is made and a few warm-up requests run, so that no user waits for them.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Service:
 
     @property
     def facts(self) -> list[dict[str, str]]:
-        """How the engine runs, and how the model's text is read: name, value and reason of each."""
+        """How the engine runs and how the model's text is read: name, value and reason of each."""
         own = [asdict(fact) for fact in self.text.style.facts] if self.text else []
         return [*(self.client.info.facts if self.client.info else []), *own]
 
@@ -91,25 +90,22 @@ class Service:
     def check_model(self, asked: str | None) -> None:
         if asked is not None and asked not in self.config.names:
             served = ", ".join(f"'{name}'" for name in self.config.names)
-            raise ApiError(
-                404, f"The model '{asked}' is not served here; this server has {served}.", "model", "model_not_found"
-            )
+            sentence = f"The model '{asked}' is not served here; this server has {served}."
+            raise ApiError(404, sentence, "model", "model_not_found")
 
     def require_ready(self) -> ModelText:
         if self.ready:
             assert self.text is not None
             return self.text
+        wait = self.client.retry_after
         if self.state == "draining":
-            shutting = "The server is shutting down; retry later, or use another server."
-            raise unavailable(shutting, "draining", self.client.retry_after)
+            raise unavailable("The server is shutting down; retry later, or use another server.", "draining", wait)
         if self.state == "failed":
             raise unavailable(f"The engine cannot run: {self.last_error}.", "engine_failed", 60)
         if self.state == "unresponsive":
-            wait = self.client.retry_after
             raise unavailable(f"{as_sentence(self.client.silence)} Retry in {wait} s.", "engine_unresponsive", wait)
         done, total = self.client.progress
         stage = f"{self.stage}, {done} of {total}" if total else self.stage
-        wait = self.client.retry_after
         raise unavailable(f"The model is not ready yet ({stage}); retry in {wait} s.", "not_ready", wait)
 
     @property
@@ -164,8 +160,8 @@ class Service:
             self.start_seconds = self.client.start_took()
 
     async def in_thread(self, work: Callable[[], T], renders: bool = False) -> T:
-        """Run CPU-bound work (tokenising, templates) in a few threads, so that large texts delay only each other.
-        renders: the work begins with a chat template. Work that has not begun is dropped with its caller."""
+        """Run CPU-bound work in a few threads, so that large texts delay only each other. renders: the work begins with
+        a chat template."""
         threads = self._chat_threads if renders else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
@@ -174,7 +170,7 @@ class Service:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def engine_status(self) -> dict[str, Any]:
-        """The engine's live numbers; empty while there is no engine, or it is too busy to answer."""
+        """The engine's live numbers; empty if it does not answer."""
         try:
             return await self.client.status()
         except EngineError:
@@ -188,7 +184,7 @@ def service_of(request: Request) -> Service:
 
 
 def as_api_error(error: EngineError) -> ApiError:
-    """The engine's error as an answer: a refused request is the client's error."""
+    """The engine's error as an answer."""
     sentence = as_sentence(error.sentence)
     if isinstance(error, RequestRefused):
         return ApiError(400, sentence)

@@ -1,9 +1,8 @@
 """From a prepared request to bytes on the wire: one loop that streams chunks or collects them into one answer.
 
 `Reply` is the response of both endpoints. It enters the queue, prepares the prompt off the event loop, submits it, and
-passes each event of the engine to the answer. A second task waits for the client to hang up; then everything is
-cancelled, and closing the engine's iterator aborts the request. Before the first byte an error is a status; after it,
-an event of the stream.
+passes each event of the engine to the answer. When the client hangs up, everything is cancelled, which aborts the
+request. Before the first byte an error is a status; after it, an event of the stream.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,7 +20,7 @@ from sparkdraft.core import FinishReason, SamplingParams
 from sparkdraft.server.engine_client import EngineError, RequestRefused
 from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.errors import ApiError, unavailable
-from sparkdraft.server.protocol.shapes import Json, Tally, dumps
+from sparkdraft.server.protocol.shapes import Answer, Json, dumps
 from sparkdraft.server.service import Service, as_api_error
 
 SSE_HEADERS = [
@@ -32,17 +30,6 @@ SSE_HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 PING = 2.5  # seconds without an event after which a stream that has begun gets a comment, which clients skip
-
-
-class Answer(Protocol):
-    id: str
-    tally: Tally
-
-    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]: ...
-
-    def last_chunks(self) -> list[Json]: ...
-
-    def whole(self) -> Json: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +44,7 @@ class Job:
 
 
 class Reply(Response):
-    """count: the number of sequences. prepare: makes the job in a thread, and may raise ApiError or UserError. renders:
-    it begins with the chat template."""
+    """count: of sequences. prepare: makes the job in a thread; renders: with the chat template first."""
 
     def __init__(
         self, service: Service, stream: bool, count: int, prepare: Callable[[], Job], renders: bool = False
@@ -124,8 +110,7 @@ class Reply(Response):
         watch.end()
 
     async def _ping(self, send: Send) -> None:
-        """While a stream that has begun waits for its next event, say so in comments. Before its first event an error
-        can still be a status, so nothing is sent."""
+        """Send comments while a stream that has begun waits for its next event."""
         while self.stream:
             await asyncio.sleep(PING)
             if self.started and time.monotonic() - self._sent_at >= PING:
@@ -241,7 +226,7 @@ async def merged(streams: Sequence[AsyncIterator[TokenEvent]]) -> AsyncGenerator
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has hung up."""
+    """Return when the client has hung up."""
     with suppress(asyncio.CancelledError):
         while (await receive())["type"] != "http.disconnect":
             pass

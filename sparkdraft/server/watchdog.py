@@ -1,8 +1,7 @@
 """Watches what slowly goes wrong while a server runs, warns, and reacts; the reaction ends when its cause does.
 
-Each cause has a value that is read from time to time, a threshold at which it begins and one at which it ends. Both
-take several readings in a row, so that a value near a threshold does not switch back and forth. A cause also ends after
-as long without readings, and with the engine that showed it.
+Each cause has a threshold at which it begins and one at which it ends. Both take several readings in a row. A cause
+also ends after as long without readings, and with the engine that showed it.
 
 | cause | value | reaction |
 |---|---|---|
@@ -12,29 +11,31 @@ as long without readings, and with the engine that showed it.
 | steps slow | time of decode steps over their usual time | the queue is shorter by this factor |
 | acceptance collapsed | share of first drafts that are accepted | nothing drafts, for a minute or more |
 
-Where a GPU has its own memory, low memory only causes a warning. A slow machine is no reason to refuse what can wait:
-the queue shrinks as requests slow down, so that the last request in it waits no longer than before. Steps that are slow
-because of other programs' load do not count (engine/drift.py). Acceptance cannot be seen while nothing drafts, so
-drafting is tried again after a pause, which doubles each time that acceptance collapses again at once.
+Where a GPU has its own memory, low memory only causes a warning. The queue shrinks as requests slow down, so that the
+last request in it waits no longer than before. Steps that are slow because of other programs' load do not count
+(engine/drift.py). Acceptance cannot be seen while nothing drafts, so drafting is tried again after a pause, which
+doubles each time that acceptance collapses again at once.
 
-Memory and throttling are read from the system, because a server that swaps may get no answer from its engine, and
-because the driver's number of free bytes leaves out the page cache where GPU and CPU share one memory.
+Memory and throttling are read from the system: a server that swaps may get no answer from its engine, and the driver's
+number of free bytes leaves out the page cache where GPU and CPU share one memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sparkdraft.backend import DRAFTING, GROWTH
-from sparkdraft.server.engine_client import EngineClient
-from sparkdraft.server.guards import Gate
 from sparkdraft.util.this_machine import HELD_BACK, POWER_LIMIT, REASONS, ask, held_back
+
+if TYPE_CHECKING:
+    from sparkdraft.server.service import Service
 
 log = logging.getLogger(__name__)
 EVERY = 2.0  # seconds between readings
@@ -79,7 +80,7 @@ class Memory:
 
     @property
     def level(self) -> float:
-        """The available share of the whole or of ENOUGH: a large machine with some GiB left lacks nothing."""
+        """The available share of the whole, or of ENOUGH on a larger machine."""
         return self.available / min(self.total, ENOUGH)
 
     @property
@@ -89,8 +90,7 @@ class Memory:
 
 
 def memory_left(root: Path = Path("/")) -> Memory | None:
-    """The memory of the machine or of the control group, whichever has less left. None where the system does not
-    say."""
+    """Of the machine or of the control group, whichever has less left; None where the system does not say."""
     found = []
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -110,8 +110,8 @@ def memory_left(root: Path = Path("/")) -> Memory | None:
 
 
 def throttling(gpu: str = "", program: str = "nvidia-smi") -> tuple[list[str], str]:
-    """The names of the reasons why the GPU with this UUID is throttled, and why they could not be read, or ''. A power
-    limit reached under full load does not count. Takes some 50 ms: call it in a thread."""
+    """Why the GPU with this UUID is throttled, and why that could not be read, or "". The power limit, which is reached
+    under full load, does not count. Takes some 50 ms: call it in a thread."""
     rows, problem = ask([REASONS], gpu, program=program)
     masks = [held_back(row[0]) for row in rows]
     if not problem and (not masks or None in masks):
@@ -159,27 +159,10 @@ class Alarm:
         self.times += active
 
 
-T = TypeVar("T")
-
-
-class Watched(Protocol):
-    """The part of a server that the watchdog reads and acts on (service.py)."""
-
-    client: EngineClient
-    gate: Gate
-
-    @property
-    def ready(self) -> bool: ...
-
-    async def engine_status(self) -> dict[str, Any]: ...
-
-    async def in_thread(self, work: Callable[[], T]) -> T: ...
-
-
 class Watchdog:
     def __init__(
         self,
-        service: Watched,
+        service: Service,
         memory: Callable[[], Memory | None] = memory_left,
         throttling: Callable[[str], tuple[list[str], str]] = throttling,
         clock: Callable[[], float] = time.monotonic,
@@ -221,16 +204,16 @@ class Watchdog:
 
     def describe(self) -> dict[str, Any]:
         """For /v1/status."""
-        alarms = {
+        causes = {
             name: {
                 "active": alarm.active,
-                "value": alarm.value if alarm.value == alarm.value else None,
+                "value": None if math.isnan(alarm.value) else alarm.value,
                 "times": alarm.times,
                 "reaction": self._reaction(alarm.cause),
             }
             for name, alarm in self.alarms.items()
         }
-        return {"causes": alarms, "not watched": self.unread}
+        return {"causes": causes, "not watched": self.unread}
 
     @property
     def warnings(self) -> list[str]:
@@ -279,8 +262,8 @@ class Watchdog:
         self._take(THROTTLED, float(bool(names)), said)
 
     def _step_times(self, status: Mapping[str, Any]) -> None:
-        """Read the step times. Without new steps the ratio is not read again. That counts as a missing reading only if
-        nothing runs: a running request's steps may be of a new kind, or delayed by other programs' load."""
+        """Without new steps the ratio is not read again, which counts as a missing reading only if nothing runs: a
+        running request's steps may be of a new kind, or delayed by other programs' load."""
         drift, compared = status.get("step_drift"), status.get("steps_compared", 0)
         if compared is None:
             self.unread[SLOW.name] = NOT_COMPARED
@@ -292,8 +275,7 @@ class Watchdog:
             self._take(SLOW, None)
 
     def _acceptance(self, drafting: Mapping[str, Any]) -> None:
-        """Read the acceptance of first drafts since the last reading that counted; while drafting is off, decide when
-        to try it again."""
+        """Read the acceptance of first drafts since the last reading; while drafting is off, decide when to retry."""
         alarm, now = self.alarms[COLLAPSED.name], self._clock()
         steps = int(drafting.get("num_spec_steps") or 0)
         accepted = int((drafting.get("per_position_accepted") or [0])[0])

@@ -24,7 +24,6 @@ LIMITS = {  # where MAX_SIZE is not the limit
     "vocab_size": MAX_VOCAB,
     "draft_vocab_size": MAX_VOCAB,
     "mask_token_id": MAX_VOCAB,
-    "num_centroids": MAX_VOCAB,
     "max_position_embeddings": MAX_TOKENS,
     "original_max_position_embeddings": MAX_TOKENS,
     "sliding_window": MAX_TOKENS,

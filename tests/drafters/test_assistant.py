@@ -35,13 +35,8 @@ def target(tiny_of: TinyOf) -> Path:
     return tiny_of("gemma4")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain-head", "ordered-head"])
-def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_assistant(tmp_path_factory.mktemp("assistant"), request.param)
-
-
 @pytest.fixture(scope="module")
-def plain_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_assistant(tmp_path_factory.mktemp("assistant"))
 
 
@@ -75,17 +70,17 @@ def test_every_pass_equals_transformers(target: Path, drafter: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_found_prefix_and_a_preempted_request_change_nothing(target: Path, plain_head: Path) -> None:
-    llm = load(target, plain_head, kv_tokens=160, max_model_len=112, max_seqs=2)
+def test_a_found_prefix_and_a_preempted_request_change_nothing(target: Path, drafter: Path) -> None:
+    llm = load(target, drafter, kv_tokens=160, max_model_len=112, max_seqs=2)
     watch = Watch(llm)
     prompts = [[3 + (i * 7 + k) % 200 for i in range(20)] for k in range(2)]
     llm.generate(prompts, [params(3, tokens=64)] * 2)
     assert llm.engine.scheduler.num_preempted > 0, "the test must exercise preemption"
-    assert worst(watch, plain_head, target, every=12) < CLOSE
+    assert worst(watch, drafter, target, every=12) < CLOSE
     watch.drafts.clear()
     found = llm.generate([prompts[0] + [5] * 20], params(3))
     assert found[0].completions[0].num_cached == 16
-    assert worst(watch, plain_head, target) < CLOSE
+    assert worst(watch, drafter, target) < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -99,41 +94,41 @@ def test_a_found_prefix_and_a_preempted_request_change_nothing(target: Path, pla
     ids=["fp8", "turboquant", "all-coded", "captured"],
 )
 def test_keys_and_values_are_read_in_the_format_they_are_kept_in(
-    target: Path, plain_head: Path, options: dict[str, Any]
+    target: Path, drafter: Path, options: dict[str, Any]
 ) -> None:
-    llm = load(target, plain_head, **options)
+    llm = load(target, drafter, **options)
     watch = Watch(llm)
     llm.generate(PROMPTS[1:], params(2, tokens=10))
     exactly = options.get("tq_mode") == "capture_only"  # such a cache is read exactly
-    assert worst(watch, plain_head, target, cached=not exactly) < CLOSE
-    assert (worst(watch, plain_head, target) < 1e-3) == exactly, "the test must see how K/V are kept"
+    assert worst(watch, drafter, target, cached=not exactly) < CLOSE
+    assert (worst(watch, drafter, target) < 1e-3) == exactly, "the test must see how K/V are kept"
 
 
 # ---- mistakes are seen
 
 
-def test_another_position_is_seen(target: Path, plain_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_position_is_seen(target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of vLLM and SGLang, for instance, which rotate to the position of the row before the anchor."""
     monkeypatch.setattr(assistant, "POSITION", 0)
-    llm = load(target, plain_head)
+    llm = load(target, drafter)
     watch = Watch(llm)
     llm.generate(PROMPTS[1:2], params(1))
-    assert worst(watch, plain_head, target) > 100 * CLOSE
-    assert worst(watch, plain_head, target, position=-1) < CLOSE
+    assert worst(watch, drafter, target) > 100 * CLOSE
+    assert worst(watch, drafter, target, position=-1) < CLOSE
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 2])
-def test_another_window_is_seen(target: Path, plain_head: Path, monkeypatch: pytest.MonkeyPatch, beyond: int) -> None:
+def test_another_window_is_seen(target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch, beyond: int) -> None:
     monkeypatch.setattr(assistant_config, "WINDOW_BEYOND", beyond)
-    llm = load(target, plain_head)
+    llm = load(target, drafter)
     watch = Watch(llm)
     llm.generate(PROMPTS[1:2], params(1))
-    assert worst(watch, plain_head, target) > 10 * CLOSE
+    assert worst(watch, drafter, target) > 10 * CLOSE
 
 
 @pytest.mark.parametrize("reads_back", [2, 1, 0])
 def test_pages_that_only_the_drafter_reads_must_be_held(
-    target: Path, plain_head: Path, monkeypatch: pytest.MonkeyPatch, reads_back: int
+    target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch, reads_back: int
 ) -> None:
     """A target lets a page go when its next row does not read it; the assistant looks back two positions further."""
 
@@ -143,7 +138,7 @@ def test_pages_that_only_the_drafter_reads_must_be_held(
         return replace(own(draft), reads_back=reads_back)
 
     monkeypatch.setattr(AssistantConfig, "caps", caps)
-    llm = load(target, plain_head)
+    llm = load(target, drafter)
     (held,), group = llm.engine.scheduler.groups.parts, llm.engine.runner.kv.windows[8]
     release = held.pages.release
 
@@ -157,20 +152,20 @@ def test_pages_that_only_the_drafter_reads_must_be_held(
     watch = Watch(llm)
     llm.generate([PROMPTS[1][:38]], params(1, tokens=22))
     watch.drafts = [draft for draft in watch.drafts if 54 < len(draft.ids) < 60]  # a block ends at 48, less a window
-    difference = worst(watch, plain_head, target, every=1)
+    difference = worst(watch, drafter, target, every=1)
     assert difference < CLOSE if reads_back == 2 else difference > 10 * CLOSE
 
 
-def test_it_reads_the_last_layer_of_each_type(target: Path, plain_head: Path) -> None:
+def test_it_reads_the_last_layer_of_each_type(target: Path, drafter: Path) -> None:
     config = read_config(open_checkpoint(str(target)).config)
-    draft = AssistantConfig.read(open_checkpoint(str(plain_head)).config)
+    draft = AssistantConfig.read(open_checkpoint(str(drafter)).config)
     sliding, full = SOURCES.values()
     assert draft.source_layers(config) == (sliding, sliding, full)
 
 
-def test_nothing_of_a_draft_is_written(target: Path, plain_head: Path) -> None:
+def test_nothing_of_a_draft_is_written(target: Path, drafter: Path) -> None:
     """Neither to the target's cache, whose bits stay as they are, nor to one of its own."""
-    llm = load(target, plain_head)
+    llm = load(target, drafter)
     watch = Watch(llm)
     caches = [part.inner if hasattr(part, "inner") else part for part in llm.engine.runner.kv.layers]
     unwatched, changed = watch.drafter.propose, []

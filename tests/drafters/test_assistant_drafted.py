@@ -15,7 +15,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import native
 from sparkdraft.llm import Completion
-from tests.drafters.tiny_assistant import write_assistant, write_fitted
+from tests.drafters.tiny_assistant import write_fitted
 from tests.models.tiny import TinyOf
 
 LENGTH, OUTPUT = 40, 40
@@ -156,13 +156,6 @@ def test_other_formats_of_the_cache_change_nothing_either(pair: Pair, dtype: str
         )
         assert [r.completions[0].ids for r in drafted] == [r.completions[0].ids for r in expected]
     assert llm.engine.drafting.total.num_accepted_draft_tokens > 0
-
-
-def test_an_ordered_head_drafts_and_says_that_it_is_not_recorded(pair: Pair, tmp_path: Path) -> None:
-    plain, llm = load(pair, drafter="none"), load((pair[0], write_assistant(tmp_path, ordered=True)))
-    assert texts(llm, sampled(2)) == texts(plain, sampled(0)) and texts(llm, greedy(2)) == texts(plain, greedy(0))
-    (reason,) = llm.engine.drafting.proposer.unrecorded
-    assert "topk" in reason
 
 
 def test_it_says_what_a_step_reads(pair: Pair) -> None:

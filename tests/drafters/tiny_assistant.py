@@ -15,25 +15,21 @@ from torch import Tensor
 
 from tests.models.tiny import GEMMA4, SMALL, TYPES, oracle, shake
 
-VOCABULARY, WIDE = SMALL["vocab_size"], SMALL["hidden_size"]  # of the target
+WIDE = SMALL["hidden_size"]  # of the target
 TEXT: dict[str, Any] = {
     **SMALL, **GEMMA4, "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 3, "layer_types": TYPES, "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 0,
     "final_logit_softcapping": None,
 }  # fmt: skip
-CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 4}
 
 
-def write_assistant(folder: Path, ordered: bool = False, outer: dict[str, Any] | None = None, **text: Any) -> Path:
-    model = _make(CLUSTERS if ordered else {}, {**TEXT, **text}, outer or {})
+def write_assistant(folder: Path, outer: dict[str, Any] | None = None, **text: Any) -> Path:
+    model = _make({**TEXT, **text}, outer or {})
     shake(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("q_norm.weight"):
                 parameter.mul_(0.4)  # the scale of scores is 1
-        if ordered:
-            order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))
-            model.masked_embedding.token_ordering.copy_(order)
     model.save_pretrained(folder)
     return folder
 
@@ -41,7 +37,7 @@ def write_assistant(folder: Path, ordered: bool = False, outer: dict[str, Any] |
 @torch.no_grad()
 def write_fitted(folder: Path, target: Path, texts: list[list[int]], first: int) -> Path:
     """Fitted to the rows of the texts from position 'first' on."""
-    model = _make({}, {**TEXT, "hidden_size": WIDE}, {})
+    model = _make({**TEXT, "hidden_size": WIDE}, {})
     shake(model)
     for name, parameter in model.named_parameters():
         if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
@@ -64,11 +60,11 @@ def write_fitted(folder: Path, target: Path, texts: list[list[int]], first: int)
     return folder
 
 
-def _make(outer: dict[str, Any], text: dict[str, Any], more: dict[str, Any]) -> Any:
+def _make(text: dict[str, Any], outer: dict[str, Any]) -> Any:
     import transformers
 
     torch.manual_seed(5)
-    options = {"backbone_hidden_size": WIDE, **outer, **more}
+    options = {"backbone_hidden_size": WIDE, **outer}
     config = transformers.Gemma4AssistantConfig(text_config=text, **options)
     return transformers.Gemma4AssistantForCausalLM(config).float().eval()
 

@@ -1,9 +1,7 @@
 """/v1/chat/completions: the request body with messages and tools, and the answer as OpenAI's chunks or as a whole.
 
-The models say what each field must look like. `ChatRequest.check` checks what depends on several fields (a named tool
-that does not exist, log-probabilities that were not asked for). prompts.py applies the chat template. `ChatAnswer`
-takes the engine's events: a stream sends the chunks that `push` returns; a blocking answer drops them and takes
-`whole`. The parser finds calls and reasoning in the text (text/events.py).
+`ChatRequest.check` checks what depends on several fields. prompts.py applies the chat template. `ChatAnswer` takes the
+engine's events; its parser finds calls and reasoning in the text (text/events.py).
 """
 
 from __future__ import annotations
@@ -19,15 +17,7 @@ from sparkdraft.core import REPETITION, FinishReason, TokenLogprob
 from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.sampling import Fields, MaxTokens, SamplingFields
-from sparkdraft.server.protocol.shapes import (
-    Json,
-    Tally,
-    TokenBytes,
-    accepted_chars,
-    chat_logprobs,
-    prompt_logprobs,
-    stop_reason,
-)
+from sparkdraft.server.protocol.shapes import Answer, Json, accepted_chars, chat_logprobs, prompt_logprobs, stop_reason
 from sparkdraft.server.protocol.validation import COMPLETIONS_ONLY, shown
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
 
@@ -211,24 +201,20 @@ class ChatRequest(ChatFields, SamplingFields):
     def _check_schemas(self) -> None:
         form = self.response_format
         if form and form.type == "json_schema" and not (form.json_schema and form.json_schema.schema_ is not None):
-            raise ApiError(
-                400,
-                "response_format is json_schema and has no json_schema.schema; send the schema.",
-                param="response_format",
-            )
+            sentence = "response_format is json_schema and has no json_schema.schema; send the schema."
+            raise ApiError(400, sentence, "response_format")
         schemas = {"tools": [t.function.parameters for t in self.tools or []]}
         if form and form.json_schema:
             schemas["response_format"] = [form.json_schema.schema_]
         for param, values in schemas.items():
             size = max((len(as_json(value, param)) for value in values if value), default=0)
             if size > MAX_SCHEMA_BYTES:
-                raise ApiError(
-                    400, f"A schema has {size:,} bytes and {MAX_SCHEMA_BYTES:,} is the limit; shorten it.", param=param
-                )
+                sentence = f"A schema has {size:,} bytes and {MAX_SCHEMA_BYTES:,} is the limit; shorten it."
+                raise ApiError(400, sentence, param)
 
 
 def check_parts(messages: Sequence[ChatMessage]) -> None:
-    """Refuse parts other than text: images, audio and video are not read, whatever the model could do."""
+    """Refuse parts other than text, whatever the model could read."""
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             place = f"messages[{i}].content[{j}]"
@@ -272,31 +258,22 @@ class Choice:
     accepted_chars: int = 0
 
 
-@dataclass(slots=True)
-class ChatAnswer:
-    id: str
-    created: int
-    model: str
-    n: int
-    tokenizer: TokenBytes
+@dataclass(slots=True, kw_only=True)
+class ChatAnswer(Answer):
+    chunk_kind = "chat.completion.chunk"
+
     eos_ids: frozenset[int]
     new_parser: Callable[[], Parser]
     wants_logprobs: bool = False
     parallel: bool = True  # False: only the first call counts
     old_calls: bool = False  # OpenAI's older form: function_call instead of tool_calls
     may_be_empty: bool = False  # ToolFormat.may_be_empty
-    prompt_logprobs: int | None = None  # alternatives per token of the prompt
-    include_usage: bool = False  # in chunks, as are the next two
-    usage_in_each: bool = False
-    return_speculation: bool = False
-    tally: Tally = field(default_factory=Tally)
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt_rows: list[TokenLogprob | None] | None = None
 
     # ---- chunks
 
     def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
-        """The chunks for this event; the last chunk of a choice has its finish reason."""
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = Choice(self.new_parser())
@@ -324,11 +301,8 @@ class ChatAnswer:
         return chunks
 
     def last_chunks(self) -> list[Json]:
-        """The chunks after all choices: the usage, if it was asked for."""
-        if not self.include_usage:
-            return []
-        last = self._chunk(0, {}) | {"choices": [], "usage": self.tally.usage()}
-        return [last | ({"metrics": self.tally.metrics()} if self.return_speculation else {})]
+        drafted = _drafted(None, {}) if self.return_speculation else {}
+        return [chunk | drafted for chunk in Answer.last_chunks(self)]
 
     def _count(self, choice: Choice, event: TokenEvent) -> None:
         choice.tokens += len(event.ids)
@@ -359,13 +333,9 @@ class ChatAnswer:
         return {"function_call": call["function"]} if self.old_calls else {"tool_calls": [call]}
 
     def _chunk(self, index: int, delta: Json, choice: Choice | None = None, finish: str | None = None) -> Json:
-        """Make a chunk, with what waits in 'choice'."""
+        """A chunk with what waits in 'choice'."""
         body: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        chunk = self._frame("chat.completion.chunk") | {"choices": [body]}
-        if self.include_usage:
-            chunk["usage"] = self.tally.usage() if self.usage_in_each else None
-        if self.return_speculation:
-            chunk |= _drafted(choice, delta)
+        drafted = _drafted(choice, delta) if self.return_speculation else {}
         if choice:
             if finish:
                 body |= stop_reason(choice.stop_reason)
@@ -373,22 +343,19 @@ class ChatAnswer:
                 body["logprobs"] = {"content": choice.waiting_logprobs, "refusal": None}
             choice.logprobs += choice.waiting_logprobs
             choice.waiting_logprobs, choice.tokens, choice.accepted = [], 0, 0
-        is_last = finish and self.return_speculation and not self.include_usage and self._all_ended()
-        return chunk | ({"metrics": self.tally.metrics()} if is_last else {})
+        return self.chunk(body, drafted, is_last=finish is not None)
 
-    def _all_ended(self) -> bool:
+    def all_ended(self) -> bool:
         return sum(choice.finish is not None for choice in self.choices.values()) == self.n
 
     # ---- the whole answer
 
     def whole(self) -> Json:
-        answer = self._frame("chat.completion") | {
-            "choices": [self._whole_choice(index, choice) for index, choice in sorted(self.choices.items())],
-            "usage": self.tally.usage(),
-        }
+        choices = [self._whole_choice(index, choice) for index, choice in sorted(self.choices.items())]
+        answer = self.frame("chat.completion", choices) | {"usage": self.tally.usage()}
         if self.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self.prompt_rows or [], self.prompt_logprobs, self.tokenizer)
-        return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})
+        return answer | self.metrics()
 
     def _whole_choice(self, index: int, choice: Choice) -> Json:
         calls = [call for _, call in sorted(choice.calls.items())]
@@ -402,12 +369,8 @@ class ChatAnswer:
         whole = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
         return whole | stop_reason(choice.stop_reason)
 
-    def _frame(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
     def _finish_reason(self, choice: Choice, finish: FinishReason, is_cut: bool) -> str:
-        """The finish reason of a choice. Where only one call was asked for, what follows it is not shown, so an answer
-        cut there is complete."""
+        """Where only one call was asked for, what follows it is not shown, so an answer cut there is complete."""
         if not choice.calls:
             return finish.value
         if is_cut and (self.parallel or not _is_object(choice.calls[0]["function"]["arguments"])):
@@ -428,7 +391,7 @@ def _missing_arguments(choice: Choice) -> list[Event]:
 
 
 def _drafted(choice: Choice | None, delta: Json) -> Json:
-    """The tokens and characters of a chunk that were drafted."""
+    """The numbers of tokens and characters of a chunk that were drafted."""
     if choice is None:
         return {"tokens": 0, "accepted": 0, "accepted_chars": 0}
     size = len(delta.get("content") or delta.get("reasoning_content") or "")

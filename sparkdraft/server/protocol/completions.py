@@ -1,8 +1,7 @@
 """/v1/completions: its request body and its answer; and the bodies of /tokenize and /detokenize.
 
-A prompt is a text, a list of texts, a list of ids or a list of those; `prompts` turns it into one list. prompts.py
-checks whether ids are in the vocabulary. `CompletionAnswer` is used like `ChatAnswer`: `push` gives chunks, `whole` the
-answer. It covers several prompts with n texts each, numbered consecutively.
+A prompt is a text, a list of texts, a list of ids or a list of those. An answer has n texts for each prompt, numbered
+consecutively.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from sparkdraft.server.protocol.chat import ChatFields, Messages, Tools
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.sampling import Fields, SamplingFields, TokenId
 from sparkdraft.server.protocol.shapes import (
+    Answer,
     Json,
-    Tally,
     accepted_chars,
     completion_logprobs,
     prompt_logprobs,
@@ -28,7 +27,6 @@ from sparkdraft.server.protocol.shapes import (
 )
 from sparkdraft.server.protocol.validation import CHAT_ONLY, check_refused
 from sparkdraft.text.detokenize import Detokenizer
-from sparkdraft.text.tokenizer import Vocabulary
 
 MAX_PROMPTS = 256  # per request
 Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
@@ -37,7 +35,7 @@ IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_
 
 
 def _form(prompt: Any) -> str:
-    """The form that is meant, judged by the first element, so that a mistake is reported once and not four times."""
+    """The form that is meant, by the first element, so that a mistake is reported once and not four times."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else ""
@@ -76,14 +74,12 @@ class CompletionRequest(SamplingFields):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Scoring asks for one token, which the step that scores the prompt samples anyway. It is dropped."""
+        """Scoring asks for one token, which the step that scores the prompt samples anyway, and drops it."""
         return 1 if self.scores else self.max_tokens
 
     def check(self) -> None:
         if self.scores and not self.echo:
-            sentence = (
-                "max_tokens is 0, which scores the prompt and needs echo; set echo to true, or ask for more tokens."
-            )
+            sentence = "max_tokens is 0, which scores the prompt and needs echo; set echo to true, or ask for more."
             raise ApiError(400, sentence, "max_tokens")
         self.check_sampling(logprobs=self.logprobs)
         count = (self.n or 1) * len(self.prompts)
@@ -129,21 +125,13 @@ class Text:
     stop_reason: str | None = None
 
 
-@dataclass(slots=True)
-class CompletionAnswer:
-    id: str
-    created: int
-    model: str
-    n: int
+@dataclass(slots=True, kw_only=True)
+class CompletionAnswer(Answer):
+    chunk_kind = "text_completion"
+
     prompts: list[tuple[str, list[int]]]  # text and ids; the text is used only with echo
-    tokenizer: Vocabulary
     echo: bool = False
     logprobs: int | None = None  # alternatives per token
-    prompt_logprobs: int | None = None  # alternatives per token of the prompt, in a list of their own
-    include_usage: bool = False
-    usage_in_each: bool = False
-    return_speculation: bool = False
-    tally: Tally = field(default_factory=Tally)
     texts: dict[int, Text] = field(default_factory=dict)
     prompt_rows: dict[int, list[TokenLogprob | None]] = field(default_factory=dict)  # by the prompt's number
 
@@ -188,25 +176,13 @@ class CompletionAnswer:
     def _chunk(self, index: int, event: TokenEvent, text: str, logprobs: Json | None) -> Json:
         choice = self.texts[index]
         body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
-        body |= stop_reason(choice.stop_reason)
-        chunk = self._frame() | {"choices": [body]}
-        if self.include_usage:
-            chunk["usage"] = self.tally.usage() if self.usage_in_each else None
+        drafted = {"tokens": len(event.ids), "accepted": event.num_accepted}
         if self.return_speculation:
-            chunk |= {"tokens": len(event.ids), "accepted": event.num_accepted}
-            chunk["accepted_chars"] = accepted_chars(event, self.tokenizer)
-            if not self.include_usage and self._all_ended():
-                chunk["metrics"] = self.tally.metrics()
-        return chunk
+            drafted["accepted_chars"] = accepted_chars(event, self.tokenizer)
+        return self.chunk(body | stop_reason(choice.stop_reason), drafted, is_last=choice.finish is not None)
 
-    def _all_ended(self) -> bool:
+    def all_ended(self) -> bool:
         return sum(text.finish is not None for text in self.texts.values()) == self.n * len(self.prompts)
-
-    def last_chunks(self) -> list[Json]:
-        if not self.include_usage:
-            return []
-        last = self._frame() | {"choices": [], "usage": self.tally.usage()}
-        return [last | ({"metrics": self.tally.metrics()} if self.return_speculation else {})]
 
     def whole(self) -> Json:
         choices = []
@@ -218,8 +194,4 @@ class CompletionAnswer:
                 rows = self.prompt_rows.get(index // self.n, [])
                 body["prompt_logprobs"] = prompt_logprobs(rows, self.prompt_logprobs, self.tokenizer)
             choices.append(body | stop_reason(choice.stop_reason))
-        answer = self._frame() | {"choices": choices, "usage": self.tally.usage()}
-        return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})
-
-    def _frame(self) -> Json:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return self.frame("text_completion", choices) | {"usage": self.tally.usage()} | self.metrics()

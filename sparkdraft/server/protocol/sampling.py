@@ -1,8 +1,7 @@
 """The fields that both endpoints share, and how they become the engine's SamplingParams.
 
-OpenAI's names come first, then the extra fields that vLLM's clients send. Null is the same as not sent. Unknown fields
-are ignored, because clients send many, unless they would change the answer (validation.py). Ranges that the engine also
-checks are checked by SamplingParams itself, so that there is one sentence for each.
+Null is the same as not sent. Unknown fields are ignored unless they would change the answer (validation.py). Ranges
+that the engine also checks are checked by SamplingParams itself, so that there is one sentence for each.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class RepetitionDetection(Fields):
     min_count: Count | None = None
 
     def rule(self) -> Repetition:
-        """As in vLLM, sizes that are left out or 0 look for nothing, and for patterns from one token on."""
+        """As in vLLM: without a largest size nothing is looked for, and patterns begin at one token."""
         try:
             return Repetition(self.max_pattern_size or 0, self.min_pattern_size or 1, self.min_count or 0)
         except UserError as error:
@@ -106,12 +105,18 @@ class SamplingFields(Fields):
         return body
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def usage_in_each(self) -> bool:
-        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+    def answer_fields(self) -> dict[str, Any]:
+        """Fields of shapes.Answer, by name."""
+        stream, usage = (
+            self.stream_options or StreamOptions(),
+            bool(self.stream_options and self.stream_options.include_usage),
+        )
+        return {
+            "prompt_logprobs": self.prompt_logprobs,
+            "include_usage": usage,
+            "usage_in_each": usage and bool(stream.continuous_usage_stats),
+            "return_speculation": bool(self.return_speculation),
+        }
 
     @property
     def num_draft(self) -> int | None:
@@ -144,8 +149,8 @@ class SamplingFields(Fields):
     def sampling(
         self, defaults: Mapping[str, float], max_tokens: int, repetition_limit: int = 0, **more: Any
     ) -> SamplingParams:
-        """defaults, max_tokens: used where the request names nothing; repetition_limit only where it also sets no limit
-        of tokens, so that nothing else ends its text. more: what the endpoint adds."""
+        """defaults, max_tokens: used where the request names nothing; repetition_limit only if it sets no limit of
+        tokens either. more: what the endpoint adds."""
         wanted = self.wanted_tokens
         is_open = wanted in (None, ALL) and not self.ignore_eos and self.repetition_limit is None
         given: dict[str, Any] = {
@@ -167,7 +172,7 @@ class SamplingFields(Fields):
             raise self._refusal(str(error), said) from None
 
     def _refusal(self, sentence: str, said: Mapping[str, Any]) -> ApiError:
-        """The engine's sentence begins with its own name of a field; replace it by the API's name."""
+        """Replace the engine's name of a field, with which its sentence begins, by the API's."""
         name, _, rest = sentence.partition(" ")
         field = self.names.get(name, name)
         return ApiError(400, f"{field} {rest}.", param=field if name in said else None)

@@ -1,32 +1,25 @@
-"""The parts that answers of both endpoints are made of: usage, log-probabilities, and how drafting went.
-
-Small pure functions from the engine's numbers to OpenAI's dictionaries. Putting them into chunks and answers is left to
-chat.py and completions.py.
-"""
+"""The parts that answers of both endpoints are made of: usage, log-probabilities, and how drafting went."""
 
 from __future__ import annotations
 
 import json
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from sparkdraft.core import TokenLogprob
 from sparkdraft.server.messages import TokenEvent
+from sparkdraft.text.tokenizer import Vocabulary
 
 Json = dict[str, Any]
 LOWEST = -9999.0  # as OpenAI writes the log-probability of what cannot happen
 
 
-class TokenBytes(Protocol):
-    """What writing a token down needs of a tokenizer."""
-
-    def token_bytes(self, token: int, skip_special: bool = True) -> bytes: ...
-
-
 def dumps(value: Any) -> bytes:
-    """JSON as it goes out; half a character that a client smuggled in must not break the answer, nor a model's rare
-    end of a line the stream: clients that cut it by Unicode's lines, as httpx does, would cut an event in two."""
+    """JSON as it goes out. Lone surrogates are replaced, and Unicode's line ends are escaped, at which some clients
+    (httpx) would cut an event in two."""
     text = _encoder.encode(value)
     return (text if text.isascii() else text.translate(LINE_ENDS)).encode("utf-8", "replace")
 
@@ -45,7 +38,7 @@ def stop_reason(reason: str | None) -> Json:
 
 @dataclass(slots=True)
 class Tally:
-    """What one request cost and how drafting went, over all its sequences."""
+    """The cost of one request, over all its sequences."""
 
     num_prompt: int = 0
     num_cached: int = 0
@@ -60,13 +53,61 @@ class Tally:
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
 
+
+@dataclass(slots=True, kw_only=True)
+class Answer(ABC):
+    """The answer to one request: a stream sends the chunks that `push` returns and `last_chunks`; otherwise they are
+    dropped, and `whole` is sent at the end."""
+
+    chunk_kind: ClassVar[str]  # OpenAI's "object" of a chunk
+
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    model: str
+    n: int  # texts per prompt
+    tokenizer: Vocabulary
+    prompt_logprobs: int | None = None  # alternatives per token of the prompt, in a list of their own
+    include_usage: bool = False  # in chunks, as are the next two
+    usage_in_each: bool = False
+    return_speculation: bool = False
+    tally: Tally = field(default_factory=Tally)
+
+    @abstractmethod
+    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
+        """The chunks for this event; the last one of a text has its finish reason."""
+
+    @abstractmethod
+    def whole(self) -> Json: ...
+
+    @abstractmethod
+    def all_ended(self) -> bool: ...
+
+    def frame(self, kind: str, choices: list[Json]) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def chunk(self, choice: Json, drafted: Json, is_last: bool) -> Json:
+        """drafted: the numbers of tokens and characters that were drafted. is_last: of its text."""
+        chunk = self.frame(self.chunk_kind, [choice])
+        if self.include_usage:
+            chunk["usage"] = self.tally.usage() if self.usage_in_each else None
+        if self.return_speculation:
+            chunk |= drafted
+        return chunk | (self.metrics() if is_last and not self.include_usage and self.all_ended() else {})
+
+    def last_chunks(self) -> list[Json]:
+        """The chunks after all texts: the usage, if it was asked for."""
+        last = self.frame(self.chunk_kind, []) | {"usage": self.tally.usage()}
+        return [last | self.metrics()] if self.include_usage else []
+
     def metrics(self) -> Json:
-        """vLLM's `metrics` of an answer; null where nothing drafts."""
-        return {"speculative_decoding": merged_speculation(self.speculation)}
+        """vLLM's `metrics` of an answer, if they were asked for; null where nothing drafts."""
+        if not self.return_speculation:
+            return {}
+        return {"metrics": {"speculative_decoding": merged_speculation(self.tally.speculation)}}
 
 
-def accepted_chars(event: TokenEvent, tokenizer: TokenBytes) -> int:
-    """Characters of its text, from the front, that accepted drafts wrote: all but those of the target's own ids."""
+def accepted_chars(event: TokenEvent, tokenizer: Vocabulary) -> int:
+    """Characters at the front of its text that accepted drafts wrote: all but those of the target's own ids."""
     if not event.num_accepted:
         return 0
     own = b"".join(tokenizer.token_bytes(token) for token in event.ids[event.num_accepted :])
@@ -104,7 +145,7 @@ def _summed(lists: Sequence[Sequence[int]]) -> list[int]:
 # ---- log-probabilities
 
 
-def chat_logprobs(rows: Sequence[TokenLogprob], tokenizer: TokenBytes) -> list[Json]:
+def chat_logprobs(rows: Sequence[TokenLogprob], tokenizer: Vocabulary) -> list[Json]:
     return [
         _chat_token(row.id, row.logprob, tokenizer)
         | {"top_logprobs": [_chat_token(token, value, tokenizer) for token, value in row.top]}
@@ -112,15 +153,15 @@ def chat_logprobs(rows: Sequence[TokenLogprob], tokenizer: TokenBytes) -> list[J
     ]
 
 
-def _chat_token(token: int, logprob: float, tokenizer: TokenBytes) -> Json:
+def _chat_token(token: int, logprob: float, tokenizer: Vocabulary) -> Json:
     data = tokenizer.token_bytes(token, skip_special=False)
     return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
 def completion_logprobs(
-    rows: Sequence[tuple[int, TokenLogprob | None]], offsets: Sequence[int], tokenizer: TokenBytes
+    rows: Sequence[tuple[int, TokenLogprob | None]], offsets: Sequence[int], tokenizer: Vocabulary
 ) -> Json:
-    """Rows are (id, its log-probability; None for a prompt's first); offsets are those of their tokens in the text."""
+    """rows: (id, its log-probability; None for a prompt's first). offsets: of these tokens in the text."""
     shape: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": list(offsets)}
     for token, row in rows:
         shape["tokens"].append(token_name(token, tokenizer))
@@ -129,13 +170,13 @@ def completion_logprobs(
     return shape
 
 
-def prompt_logprobs(rows: Sequence[TokenLogprob | None], num_top: int, tokenizer: TokenBytes) -> list[Json | None]:
-    """vLLM's form: for each token of the prompt its id and the likeliest ids; null for the first. The rank of a token
-    that is not among the likeliest is null."""
+def prompt_logprobs(rows: Sequence[TokenLogprob | None], num_top: int, tokenizer: Vocabulary) -> list[Json | None]:
+    """vLLM's form: for each token of the prompt its id and the likeliest ids; null for the first. A token that is not
+    among the likeliest has the rank null."""
     return [None if row is None else _ranked(row, num_top, tokenizer) for row in rows]
 
 
-def _ranked(row: TokenLogprob, num_top: int, tokenizer: TokenBytes) -> Json:
+def _ranked(row: TokenLogprob, num_top: int, tokenizer: Vocabulary) -> Json:
     ranks = {token: rank for rank, (token, _) in enumerate(row.top, 1)}
     pairs = {row.id: row.logprob} | dict(row.top[:num_top])
     return {
@@ -148,13 +189,13 @@ def _ranked(row: TokenLogprob, num_top: int, tokenizer: TokenBytes) -> Json:
     }
 
 
-def _top(row: TokenLogprob, tokenizer: TokenBytes) -> Mapping[str, float]:
-    """The likeliest tokens, and the one that was taken whether it is among them or not."""
+def _top(row: TokenLogprob, tokenizer: Vocabulary) -> Mapping[str, float]:
+    """The likeliest tokens, and the one that was taken."""
     pairs = [*row.top, (row.id, row.logprob)]
     return {token_name(token, tokenizer): finite(value) for token, value in pairs}
 
 
-def token_name(token: int, tokenizer: TokenBytes) -> str:
+def token_name(token: int, tokenizer: Vocabulary) -> str:
     """A token's text, or OpenAI's 'bytes:...' where it is half a character."""
     data = tokenizer.token_bytes(token, skip_special=False)
     try:
@@ -164,5 +205,5 @@ def token_name(token: int, tokenizer: TokenBytes) -> str:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinities and no NaN: what cannot happen, and what is no number, has OpenAI's lowest value."""
+    """OpenAI's lowest value for infinities and NaN, which JSON does not have."""
     return min(logprob, 0.0) if logprob > LOWEST else LOWEST
