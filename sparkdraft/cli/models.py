@@ -13,10 +13,9 @@ from sparkdraft.weights import hub
 from sparkdraft.weights.checkpoint import HUB_ID, read_config_json
 from sparkdraft.weights.hub import cached_snapshot, pull
 
-MODELS_HELP = "list known models and their drafters, or fetch one"
+MODELS_HELP = "list known models and their drafters"
 MODELS_EXAMPLES = """examples:
   sparkdraft models
-  sparkdraft models --fetch smollm2
   sparkdraft models --clear-quantised                    (removes what --weights has quantised)
   sparkdraft pull Qwen/Qwen3-8B --with-drafter
 Any folder in Hugging Face layout, any .gguf file and any hub id works as --model too.
@@ -32,7 +31,6 @@ What was interrupted is continued, and every file is checked against its hash. L
 
 
 def _configure_models(parser: ArgumentParser) -> None:
-    parser.add_argument("--fetch", metavar="NAME", help="fetch a known model into the cache and print its path")
     parser.add_argument(
         "--clear-quantised", action="store_true", help="remove the cache of matrices that --weights has quantised"
     )
@@ -43,9 +41,6 @@ def _run_models(args: Namespace) -> int:
         from sparkdraft.weights import quantised_cache
 
         print(f"removed {quantised_cache.clear() / 1e6:.0f} MB from {quantised_cache.folder()}")
-        return 0
-    if args.fetch:
-        print(hub.fetch(args.fetch))
         return 0
     print("Known names:")
     for model in hub.known():

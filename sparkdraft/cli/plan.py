@@ -34,7 +34,7 @@ EXAMPLES = """examples:
   sparkdraft plan --model qwen3-8b --machine gb10 --drafter dflash-5x    a named shape on a DGX Spark
   sparkdraft plan --model gpt-oss-120b --machine gb10 --drafter gpt-oss-120b-dflash --concurrency 4 --context 32768
   sparkdraft plan --model ./my-model --weights nvfp4,head=fp8 --machine rtx-5090 --compare
-  sparkdraft plan --model qwen3-30b-a3b --machine h200 --plot speed.svg --json
+  sparkdraft plan --model qwen3-30b-a3b --machine h200 --json
 """
 SHAPES_OF = {"smollm2": "smollm2-135m"}  # known models whose dimensions are a named shape,
 FORMATS_OF = {"smollm2": "int4-q4_1,head=int8-q8_0,embedding=int8-q8_0"}  # and those of their files
@@ -86,7 +86,6 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="rank formats of weights and K/V, with drafts and without"
     )
-    parser.add_argument("--plot", default="", metavar="FILE", help="draw speed by context and by streams, as SVG")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
 
 
@@ -117,8 +116,6 @@ def run(args: Namespace) -> int:
     print(report.text())
     for text in machine.notes:
         note(text)
-    if args.plot:
-        _write(args.plot, report.svg())
     if args.json:
         print(json.dumps(report.as_dict()))
     return 0
@@ -333,11 +330,3 @@ def _forecast(question: Question) -> Forecast:
             if (found := tried(other)[0]) and found.running():
                 raise UserError(f"{error}; {name} it would fit, with {found.max_tokens:,} tokens of context") from None
         raise
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the plot cannot be written to {path}: {error.strerror}") from None
-    note(f"plot written to {path}")

@@ -1,4 +1,4 @@
-"""What `sparkdraft plan` prints: tables, panels of a plot, and an object for JSON."""
+"""What `sparkdraft plan` prints: tables, and an object for JSON."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from sparkdraft.cache.formats import EXACT, smallest_format
-from sparkdraft.core import UserError
 from sparkdraft.operate.forecast.advice import Advice, Alternative, Bought, bought, tried, with_kv
 from sparkdraft.operate.forecast.forecast import Chances, Drafted, Forecast, Range
 from sparkdraft.plan.weight_formats import BYTES, KEPT_ON_GPU
-from sparkdraft.util import plot
 
-CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072, 262144)  # of the plot
-STREAMS = (1, 2, 4, 8, 16, 32, 64)
 GIB = 2**30
 
 
@@ -125,35 +121,6 @@ class Report:
         kinds = {each.weights for each in self.alternatives if each.weights in BYTES}
         if unread := sorted(kinds - {*KEPT_ON_GPU, "quantised"}):
             yield f"  (no GPU kernel of this engine reads {' or '.join(unread)} yet: sums, not what would run)"
-
-    # ---- the plot
-
-    def svg(self) -> str:
-        """Speed by context and by streams, plain and by class of text; with TurboQuant dashed."""
-        question = self.forecast.question
-        contexts = [c for c in CONTEXTS if c <= question.model.max_position] or [question.context]
-        formats = [tried(with_kv(question, kv))[0] for kv in (EXACT, smallest_format().name)]
-        chances = {"plain": 0.0, **{name: each.chance for name, each in self.forecast.by_class.items()}}
-        by_context, by_streams = [], []
-        for name, chance in chances.items():
-            for found in formats:
-                is_dashed = found is formats[1] and formats[0] is not None
-                if found and found.running():
-                    held = [c for c in contexts if found.running(c)]
-                    rates = [(float(c), found.drafted(chance, c).speed.expected) for c in held]
-                    by_context.append(plot.Line(name, rates, dashed=is_dashed))
-                    fit = [n for n in STREAMS if n <= found.max_streams]
-                    rates = [(float(n), found.drafted(chance, streams=n).speed.expected) for n in fit]
-                    by_streams.append(plot.Line(name, rates, dashed=is_dashed))
-        if not by_streams:
-            raise UserError(f"there is nothing to plot: no stream of {question.context:,} tokens fits")
-        title = f"{question.config.model} on {question.machine.title}"
-        title += f" (dashed: {smallest_format().title})" if formats[1] else ""
-        panels = (
-            (title, by_context, f"tokens of context, {question.streams} at once"),
-            (title, by_streams, f"streams of {question.context:,} tokens"),
-        )
-        return plot.svg([plot.Panel(*each, "tok/s", y_from_zero=True, x_doubling=True) for each in panels])
 
     # ---- JSON
 

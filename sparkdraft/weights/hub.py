@@ -280,7 +280,7 @@ def _reason(output: str) -> str:
 def _by_hand(model: KnownModel, path: Path, why: str) -> str:
     return (
         f"The model {model.name} is not in the cache and could not be fetched ({why}): on a machine with a network run "
-        f"`sparkdraft models --fetch {model.name}` and copy the file to {path}, or pass another model with --model."
+        f"`sparkdraft pull {model.name}` and copy the file to {path}, or pass another model with --model."
     )
 
 

@@ -30,9 +30,6 @@ if "{mode}" == "fails":
 METRICS = '''# HELP vllm:generation_tokens_total Tokens; the sum over engines equals vllm:all_tokens.
 # TYPE vllm:generation_tokens_total counter
 vllm:generation_tokens_total{{engine="0"}} 7.0
-# TYPE sparkdraft_generation_tokens_total counter
-sparkdraft_generation_tokens_total 7.0
-sparkdraft_vllm_patches{{state="not needed"}} 5.0
 python_info 1.0
 '''
 

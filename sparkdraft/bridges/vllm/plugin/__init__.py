@@ -1,8 +1,7 @@
 """The part of this package that runs inside vLLM, which finds it through its entry points (pyproject.toml).
 
-vLLM calls `register` in each of its processes before it loads anything. `stat_logger.py` exports its statistics under
-our metrics' names, and `scheduler.py` is our choice of depth as a class for `--scheduler-cls`. The rest of the package
-imports nothing from here.
+vLLM calls `register` in each of its processes before it loads anything. `scheduler.py` is our choice of depth as a
+class for `--scheduler-cls`. The rest of the package imports nothing from here.
 """
 
 from __future__ import annotations

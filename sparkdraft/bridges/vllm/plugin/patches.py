@@ -30,7 +30,6 @@ SKIPPED = "skipped"  # left out by the user
 WAITING = "waiting"  # its module has not been imported in this process
 APPLIED = "applied"
 FAILED = "failed"  # the code is not what the patch was written for
-STATES = (NOT_NEEDED, SKIPPED, WAITING, APPLIED, FAILED)
 
 
 class DoesNotApply(Exception):
