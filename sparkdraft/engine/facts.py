@@ -20,7 +20,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels.ops import ExpertShapes, KernelShapes, all_tiles
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.layers import ExpertsSpec, RecurrentSpec
-from sparkdraft.plan.memory import RECORDINGS
+from sparkdraft.plan.memory import GRAPHS
 from sparkdraft.plan.resolve import ITEMSIZE, Plan
 from sparkdraft.weights.linear import ExpertLinear, Linear
 
@@ -70,7 +70,7 @@ def asked_by_drafter(drafter: Drafter, plan: Plan) -> KernelShapes:
 def _recordings(engine: Engine) -> Fact:
     name, plan = "decode steps", engine.plan
     if engine.runner.graphs:
-        return Fact(name, f"replayed from recordings, at most {RECORDINGS[plan.kernels].most} of each kind")
+        return Fact(name, f"replayed from recordings, at most {GRAPHS[plan.kernels].most} of each kind")
     reason = "graphs is off"
     if of_format := kv_format(plan.kv).no_graphs(plan.kernels):
         reason = of_format.partition(":")[0]

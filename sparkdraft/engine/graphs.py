@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from sparkdraft.kernels.ops import CapturedStep, Ops
-from sparkdraft.plan.memory import RECORDINGS
+from sparkdraft.plan.memory import GRAPHS
 
 
 class Shape(NamedTuple):
@@ -42,7 +42,7 @@ class Graphs(Generic[Key]):
         """run(shape) computes one step from the fixed input buffers."""
         assert ops.Graph, f"{ops.NAME} kernels cannot be captured"
         self._run, self._graph, self._compiler = run, ops.Graph, ops.compiler
-        self._most = RECORDINGS[ops.NAME].most  # recordings kept beside those made at start
+        self._most = GRAPHS[ops.NAME].most  # recordings kept beside those made at start
         self._kept: dict[Key, CapturedStep] = {}  # recordings made at start
         self._recent: OrderedDict[Key, CapturedStep] = OrderedDict()  # made later, the last replayed at the end
         self._seen: OrderedDict[Key, None] = OrderedDict()  # shapes that ran once and are not recorded yet

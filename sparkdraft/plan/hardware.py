@@ -23,12 +23,12 @@ class Hardware:
 
 
 def available_memory() -> int | None:
-    """Bytes that the machine can give without swapping, including what it would drop from the page cache."""
+    """Bytes available without swapping, including the page cache."""
     return meminfo().get("MemAvailable")
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take, without swapping and within its control group."""
+    """Bytes that this process may still take, within its control group."""
     available = available_memory() or 8 << 30
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
@@ -43,7 +43,7 @@ def cpu() -> Hardware:
 
 
 def meminfo() -> dict[str, int]:
-    """What the system says of its memory, in bytes by name; empty where it says nothing."""
+    """/proc/meminfo, in bytes by name; empty if it cannot be read."""
     found = {}
     try:
         for line in MEMINFO.read_text().splitlines():

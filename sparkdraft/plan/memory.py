@@ -15,13 +15,13 @@ from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.weights.plane_layout import StoredBytes
 
 
-class Recordings(NamedTuple):
+class Graphs(NamedTuple):
     most: int  # kept per kind of step (engine/graphs.py), beside the few made at start
-    bytes_each: int  # an estimate: the launches and their arguments, without the buffers; per layer of native ones
+    bytes_each: int  # an estimate: the launches and their arguments, without buffers; of native ones, per layer
 
 
-FILLED = 0.9  # of the memory of native recordings, which is taken in pieces
-RECORDINGS = {"native": Recordings(256, 2_000), "cuda": Recordings(64, 1 << 20)}  # per kernels' name
+FILLED = 0.9  # of the memory of native compiled steps, which is taken in pieces
+GRAPHS = {"native": Graphs(256, 2_000), "cuda": Graphs(64, 1 << 20)}  # per kernels' name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class MemoryPlan:
     kv: int
     scratch: int
     free: int
-    pages: int = 0  # bytes of the pages, for uncoded rows and for windows
-    recordings: int = 0
+    pages: int = 0  # for uncoded tokens and for windows
+    graphs: int = 0  # or native compiled steps
     states: int = 0  # of recurrent layers: those of requests, and those of prefixes
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.pages + self.scratch + self.recordings + self.states
+        return self.weights + self.kv + self.pages + self.scratch + self.graphs + self.states
 
     @property
     def parts(self) -> dict[str, int]:
@@ -46,7 +46,7 @@ class MemoryPlan:
             "pages": self.pages,
             "recurrent states": self.states,
             "a step's scratch": self.scratch,
-            "recorded steps": self.recordings,
+            "recorded steps": self.graphs,
         }
         return {name: size for name, size in rows.items() if size}
 
@@ -55,7 +55,7 @@ class MemoryPlan:
         return "\n".join([*lines, f"  {'together':<18}{self.total / 2**30:8.2f} GiB of {self.free / 2**30:.2f} free"])
 
     def refusal(self, fraction: float) -> str:
-        """Of a model that leaves no room for K/V, with the sums: the largest first, which are mostly the weights."""
+        """Says why a model leaves no room for K/V, with the sums, the largest first."""
         parts = sorted(self.parts.items(), key=lambda part: -part[1])
         taken = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts)
         usable = f"{self.free * fraction / 2**30:.1f} GiB of the {self.free / 2**30:.1f} that are free may be used"
@@ -63,9 +63,9 @@ class MemoryPlan:
 
 
 def weight_bytes(model: ModelConfig, itemsize: float, stored: StoredBytes | None = None, more: int = 0) -> int:
-    """Bytes of the matrices in the format in which they are kept. An embedding that is not the head counts
-    separately. stored: of the file, where kernels keep what is quantised as it is stored. more: weights of a drafter in
-    the same file, which what is stored has counted already."""
+    """Bytes of the matrices as they are kept. An embedding that is not the head counts separately. stored: of the file,
+    where kernels keep quantised matrices as they are. more: weights of a drafter in the same file, which `stored`
+    counts too."""
     as_floats = int((model_sizes(model).held + more) * itemsize)
     return as_floats if stored is None else min(as_floats, stored.kept(itemsize))
 
@@ -79,16 +79,16 @@ def rope_bytes(model: ModelConfig, context: int) -> int:
     return sum(4 * context * rope.width for rope in kinds)
 
 
-def recording_bytes(
+def graph_bytes(
     kernels: str, model: ModelConfig, max_step_tokens: int, max_seqs: int, draft: DrafterCaps | None = None
 ) -> int:
-    """Bytes of recorded steps if each kind holds as many as it may: the target's steps, on a GPU also overlapped steps,
-    and a drafter's passes that propose and that observe.
+    """Bytes of graphs if each kind holds as many as it may: the target's steps, on a GPU also overlapped steps, and a
+    drafter's passes that propose and that observe.
 
-    The native kernels' recordings have memory of their own: the largest of each kind is counted with all that its
-    layers write, none of which is used again within a step. A GPU's lie over a step's scratch.
+    Native compiled steps have memory of their own: the largest of each kind is counted with all that its layers write,
+    none of which is used again within a step. A GPU's graphs share a step's scratch.
     """
-    kept, each = RECORDINGS[kernels]
+    kept, each = GRAPHS[kernels]
     if kernels != "native":
         return (2 + 2 * (draft is not None)) * kept * each
     sizes, rows = model_sizes(model), min(max_seqs * (1 + (draft.max_depth if draft else 0)), max_step_tokens)
@@ -108,11 +108,10 @@ def scratch_bytes(
     kernels: str,
     draft: DrafterCaps | None = None,
 ) -> int:
-    """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled rows.
+    """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled tokens.
 
-    All activations of a layer are counted: once they have been allocated, the allocator keeps their memory. Logits of
-    drafted rows are counted twice on a GPU, where a step runs once before it is recorded; recorded steps of the native
-    kernels have logits of their own.
+    All activations of a layer are counted, because the allocator keeps their memory. Logits of drafts are counted twice
+    on a GPU, where a step runs once before it is captured; native compiled steps have logits of their own.
     """
     sizes = model_sizes(model)
     width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp

@@ -1,9 +1,9 @@
-"""Turns what was asked into what will run: one function fills in every "auto", with reasons in words.
+"""Fills in every "auto" of the configuration.
 
-`auto` may settle for less; it then leaves a `Fallback` with its reason, which every front end shows. What was asked for
-by name and cannot run is an error that says what to change. No torch: facts about the machine come in as numbers, so a
-plan can be made for any machine. engine/machine.py makes the plan for the machine at hand. A plan never changes; what
-loading and running add is in `Engine.fallbacks`.
+Where `auto` settles for less, it leaves a `Fallback` with its reason. What was asked for by name and cannot run is an
+error that says what to change. No torch: facts about the machine come in as numbers, so a plan can be made for any
+machine; engine/machine.py makes it for this one. A plan never changes; what loading and running add is in
+`Engine.fallbacks`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,15 @@ from sparkdraft.drafters.ngram import NGRAM_DEPTH
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import (
-    MemoryPlan,
-    recording_bytes,
-    rope_bytes,
-    scratch_bytes,
-    weight_bytes,
-)
+from sparkdraft.plan.memory import MemoryPlan, graph_bytes, rope_bytes, scratch_bytes, weight_bytes
 from sparkdraft.weights.plane_layout import StoredBytes
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
-MAX_ROWS = {"cpu": 512, "cuda": 8192}  # rows per step, likewise
+MAX_TOKENS = {"cpu": 512, "cuda": 8192}  # per step, likewise
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
-# rows past the committed ones that a request may write to: drafts, and launched steps that are not read yet
+# tokens past the committed ones that a request may write: drafts, and launched steps that are not read yet
 MOST_AHEAD = 64
 # bytes per weight that is not kept as it is stored; "quantised": the CPU kernels', at most 8 bits and a scale
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}
@@ -103,11 +97,11 @@ def resolve(
     kv.check_machine(hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
-    recordings = recording_bytes(kernels, model, max_step_tokens, max_seqs, drafter) if graphs else 0
+    graph_memory = graph_bytes(kernels, model, max_step_tokens, max_seqs, drafter) if graphs else 0
     held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
     scratch = scratch_bytes(model, max_step_tokens, max_seqs, itemsize, kernels, drafter)
     scratch += kv.scratch_bytes(config, model, max_step_tokens, itemsize)
-    room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
+    room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - graph_memory
     states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
     max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
     room, quarter = room - state_bytes, int(hardware.free_bytes * CPU_KV_SHARE)
@@ -115,7 +109,7 @@ def resolve(
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, min(room, quarter) if on_cpu else room)
     fallbacks += _fewer_requests(caches.requests, max_seqs, caches.page_bytes)
     max_seqs = min(max_seqs, caches.requests)
-    memory = MemoryPlan(held, 0, scratch, hardware.free_bytes, caches.page_bytes, recordings, state_bytes)
+    memory = MemoryPlan(held, 0, scratch, hardware.free_bytes, caches.page_bytes, graph_memory, state_bytes)
     per_block = max(caches.block_bytes, 1)  # no blocks, if all layers slide
     num_blocks = _num_blocks(config, memory, on_cpu, room, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
@@ -147,12 +141,12 @@ def resolve(
 
 
 def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
-    """Requests at once, and rows per step."""
+    """Requests at once, and tokens per step."""
     max_seqs = config.max_seqs or MAX_SEQS[hardware.device]
-    max_step_tokens = config.max_step_tokens or max(MAX_ROWS[hardware.device], max_seqs)
+    max_step_tokens = config.max_step_tokens or max(MAX_TOKENS[hardware.device], max_seqs)
     if max_step_tokens < max_seqs:
         raise UserError(
-            f"max_step_tokens is {max_step_tokens}, below max_seqs ({max_seqs}); every request needs one row per step"
+            f"max_step_tokens is {max_step_tokens}, below max_seqs ({max_seqs}); every request needs one token per step"
         )
     return max_seqs, max_step_tokens
 
@@ -165,7 +159,7 @@ def _held(
     stored: StoredBytes | None,
     on_cpu: bool,
 ) -> int:
-    """Bytes of all weights, and of the tables that are made of numbers alone."""
+    """Bytes of all weights, and of RoPE's tables."""
     stored, own = None if on_cpu else stored, drafter.num_in_target if drafter else 0
     beside = drafter.held(itemsize, not on_cpu) - int(own * itemsize) if drafter else 0  # own: stored has counted it
     return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, context)
@@ -179,7 +173,7 @@ def model_bytes(
     drafter: DrafterCaps | None,
     stored: StoredBytes | None,
 ) -> int:
-    """What a plan counts for the model without its drafter."""
+    """Bytes that a plan counts for the model without its drafter."""
     itemsize, on_cpu = WEIGHT_ITEMSIZE[_weights(config, hardware, native_problem, [])], hardware.device == "cpu"
     held = _held(model, _max_model_len(config, model), itemsize, drafter, stored, on_cpu)
     return held - drafter.held(itemsize, not on_cpu) if drafter else held
@@ -213,7 +207,7 @@ def _caches(
     slid = window_layers(model, step.context)  # per window
     full = [spec for spec in model.cached_attention if spec.window not in slid]
     size = config.block_size
-    ahead = MOST_AHEAD + (drafter.reads_back if drafter else 0)  # a page for a row behind costs what one ahead does
+    ahead = MOST_AHEAD + (drafter.reads_back if drafter else 0)  # a page for a token behind costs what one ahead does
     coded = kv.plan(config, full, Room(kernels, step.max_seqs, step.max_step_tokens, max(room, 0), ahead))
     kv.check_layers(model, full, kernels, size)
     pages = coded.pages * coded.page_bytes if coded else 0
@@ -246,7 +240,7 @@ def _states(
     room: int,  # bytes for all caches
     fallbacks: list[Fallback],
 ) -> StatePlan | None:
-    """The states of recurrent layers: of fewer requests, where nobody asked for a number of them and they are large."""
+    """Plans the states of recurrent layers: for fewer requests if they are large and nobody asked for a number."""
     own = NGRAM_DEPTH if config.ngram and config.spec != "off" else 0
     deepest = drafter.max_depth if drafter else own
     number = max_seqs if config.max_seqs else fewer_requests(model, max_seqs, deepest, itemsize, room)
@@ -263,7 +257,7 @@ def _unknown_keys(keys: tuple[str, ...]) -> list[Fallback]:
 
 
 def _weights(config: EngineConfig, hardware: Hardware, native_problem: str | None, fallbacks: list[Fallback]) -> str:
-    """How matrices are kept, which the user's dtype says; the type of activations follows from it."""
+    """How matrices are kept. The type of activations follows from it."""
     if hardware.device == "cuda":
         if config.dtype == "quantised":
             raise UserError("dtype quantised runs on a CPU only; on a GPU ask for bfloat16 or leave it on auto")
@@ -331,7 +325,6 @@ def _num_blocks(
 
 
 def _fewer_requests(fits: int, wanted: int, pages: int) -> list[Fallback]:
-    """None, if as many fit as are wanted."""
     if fits >= wanted:
         return []
     reason = (

@@ -1,6 +1,6 @@
-"""Which part of a model is kept in which weight format, and how many bytes that is. No torch.
+"""The weight format of each part of a model, and its bytes. No torch.
 
-A checkpoint rarely has one format: heads, embeddings and routers mostly stay in 16 bits, and so does whatever its
+A checkpoint rarely has one format: heads, embeddings and routers mostly stay in 16 bits, as does whatever its
 `quantization_config` ignores. Parts are groups of matrices within a layer. What the config states is believed here,
 before anything is loaded; the loader goes by the tensors themselves (weights/quant/formats.py).
 """
@@ -135,7 +135,7 @@ class Part:
 
     @property
     def nbytes(self) -> float:
-        """What the planes of its matrices hold, filling included; of what has no planes, its floats."""
+        """Bytes of its planes with padding, or of its floats."""
         form = CODES.get(self.format)
         if form is None:
             return self.weights * BYTES[self.format]
@@ -144,7 +144,6 @@ class Part:
 
 
 def parts_of(model: ModelConfig, formats: WeightFormats) -> Iterator[Part]:
-    """The whole model, part by part."""
     table = ((model.vocab_size, model.hidden_size),)
     for i, spec in enumerate(model.layers):
         for group, matrices in layer_matrices(spec, model.hidden_size).items():
@@ -159,19 +158,19 @@ def parts_of(model: ModelConfig, formats: WeightFormats) -> Iterator[Part]:
 
 
 def bytes_by_format(model: ModelConfig, formats: WeightFormats) -> dict[str, int]:
-    """Of all matrices. Together they are the `held` of plan/resolve.py."""
+    """Bytes of all matrices. Their sum is the `held` of plan/resolve.py."""
     found: dict[str, float] = {}
     for part in parts_of(model, formats):
         found[part.format] = found.get(part.format, 0.0) + part.nbytes
     return {name: int(size) for name, size in found.items()}
 
 
-# The formats that --weights makes of floats (weights/quant/quantise.py). What is stacked of chosen rows stays floats.
+# The formats that --weights makes of floats (weights/quant/quantise.py). Matrices stacked of chosen rows stay floats.
 AT_LOAD = {"fp8": "fp8", "int4": "int4-g32", "nvfp4": "nvfp4"}
 
 
 def quantised_at_load(model: ModelConfig, weights: str) -> StoredBytes:
-    """What a GPU keeps of a model of floats that --weights quantises."""
+    """Bytes that a GPU keeps of a model of floats that --weights quantises."""
     layers = {
         (i, group): "bfloat16"
         for i, spec in enumerate(model.layers)
@@ -183,7 +182,7 @@ def quantised_at_load(model: ModelConfig, weights: str) -> StoredBytes:
 
 
 def drafter_at_load(caps: DrafterCaps, weights: str) -> DrafterCaps:
-    """The same drafter, and what a GPU keeps of it if it is one of floats that --drafter-weights quantises."""
+    """Adds what a GPU keeps of a drafter of floats that --drafter-weights quantises."""
     if weights == "auto":
         return caps
     part = Part("drafter", AT_LOAD[weights], caps.matrices)
@@ -200,8 +199,8 @@ def stored_bytes(model: ModelConfig, formats: WeightFormats) -> StoredBytes:
 
 
 def of_gguf(types: Mapping[str, tuple[str, int]]) -> WeightFormats:
-    """types: of each matrix, GGUF's name of its type, or "", and how many weights. A part of a layer that has several
-    types counts as the one that most of its weights have."""
+    """types: GGUF's type of each matrix, or "", and its number of weights. A part of a layer with several types counts
+    as the most frequent one."""
     found: dict[tuple[int, str], Counter[str]] = {}
     for name, (kind, weights) in types.items():
         layer = re.match(r"model\.layers\.(\d+)\.(\w+)", name)
@@ -238,9 +237,8 @@ def stated(config: Mapping[str, Any], num_layers: int) -> WeightFormats | None:
 
 
 class Patterns:
-    """Names of modules. Each kind of file spells them in its own way: as a regular expression, with stars, in full, or
-    as a part of the full name; and what comes before 'layers' differs. A file may list every expert of a model, so
-    plain names are not tried one by one."""
+    """Names of modules as files spell them: regular expressions, names with stars, full names or parts of them, with
+    different prefixes. A file may list every expert of a model, so plain names are not tried one by one."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
         names = {str(each) for each in entries}
@@ -251,7 +249,6 @@ class Patterns:
         self._regular += [re.compile(translate(each)) for name in starred for each in (name, f"{name}.*")]
 
     def match(self, names: Iterable[str]) -> bool:
-        """Whether one of these modules is named."""
         wholes = [f"{prefix}{name}" for name in names for prefix in PREFIXES]
         if any(pattern.match(whole) for whole in wholes for pattern in self._regular):
             return True
@@ -259,7 +256,7 @@ class Patterns:
 
 
 def _runs(parts: list[str]) -> Iterator[str]:
-    """All names that are a part of a full name: neighbours, joined by dots."""
+    """All runs of neighbouring parts, joined by dots."""
     for start in range(len(parts)):
         yield from accumulate(parts[start:], "{}.{}".format)
 

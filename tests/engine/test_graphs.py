@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparkdraft.engine.graphs import Graphs
 from sparkdraft.kernels import native
-from sparkdraft.plan.memory import RECORDINGS
+from sparkdraft.plan.memory import GRAPHS
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -86,7 +86,7 @@ def test_of_a_thousand_shapes_few_are_held_and_all_give_their_own_result(kind: t
             super().__init__(run, beside)
             alive.add(self)
 
-    most, numbers = RECORDINGS[kind.NAME].most, random.Random(0)
+    most, numbers = GRAPHS[kind.NAME].most, random.Random(0)
     graphs = Graphs(lambda shape: torch.tensor(shape), kernels(Counted))
     graphs.record([0, 1])
     for number in range(2, 1002):
@@ -98,7 +98,7 @@ def test_of_a_thousand_shapes_few_are_held_and_all_give_their_own_result(kind: t
 
 
 def test_the_shape_replayed_longest_ago_is_let_go() -> None:
-    most = RECORDINGS["native"].most
+    most = GRAPHS["native"].most
     graphs = Graphs(lambda shape: torch.tensor(shape), kernels(Listed))
     for shape in range(most):
         graphs.replay(shape)
@@ -110,7 +110,7 @@ def test_the_shape_replayed_longest_ago_is_let_go() -> None:
 @pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 def test_recordings_of_a_cpu_outlive_the_one_whose_memory_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first recording, whose memory all others share, is dropped; the kernels are the real ones."""
-    monkeypatch.setitem(RECORDINGS, "native", RECORDINGS["native"]._replace(most=3))
+    monkeypatch.setitem(GRAPHS, "native", GRAPHS["native"]._replace(most=3))
     x, weight = torch.randn(40, 576), torch.rand(576)
 
     def step(rows: int) -> Tensor:
@@ -128,7 +128,7 @@ def test_recordings_of_a_cpu_outlive_the_one_whose_memory_they_share(monkeypatch
 def test_cuda_graphs_that_are_let_go_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparkdraft.kernels import cuda
 
-    monkeypatch.setitem(RECORDINGS, "cuda", RECORDINGS["cuda"]._replace(most=4))
+    monkeypatch.setitem(GRAPHS, "cuda", GRAPHS["cuda"]._replace(most=4))
     x, weight = torch.randn(256, 1024, device="cuda"), torch.rand(1024, device="cuda")
 
     def step(rows: int) -> Tensor:

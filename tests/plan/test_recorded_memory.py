@@ -10,7 +10,7 @@ import pytest
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.kernels import native
 from sparkdraft.kernels.native.graph import Arena
-from sparkdraft.plan.memory import RECORDINGS
+from sparkdraft.plan.memory import GRAPHS
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="needs the CPU kernels")
 
@@ -26,6 +26,6 @@ def test_recordings_of_the_deepest_drafts_fit_what_is_planned(smollm2_path: Path
     prompts = [[100 * each + n for n in range(8)] for each in range(8)]
     llm.generate(prompts, SamplingParams(20, ignore_eos=True))  # the first drafts are 15: all of them could be kept
     taken = sum(size for each, size in arenas().items() if each not in before)
-    most, each = RECORDINGS["native"]
-    planned = llm.engine.plan.memory.recordings - most * each * (30 + 2 * 5)  # layers of the target and of the drafter
+    most, each = GRAPHS["native"]
+    planned = llm.engine.plan.memory.graphs - most * each * (30 + 2 * 5)  # layers of the target and of the drafter
     assert 0.8 * planned < taken < 1.1 * planned, (taken, planned)

@@ -16,7 +16,7 @@ from sparkdraft.core import UserError
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.operate.bench.random_model import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import RECORDINGS
+from sparkdraft.plan.memory import GRAPHS
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.weights.plane_layout import StoredBytes
 
@@ -151,11 +151,11 @@ def test_a_context_that_memory_shortens_is_a_named_fallback() -> None:
 
 def test_recordings_are_counted_in_the_plan() -> None:
     plan, none = (resolve(EngineConfig(graphs=graphs), SMALL, LAPTOP) for graphs in (True, False))
-    least = RECORDINGS["native"].most * RECORDINGS["native"].bytes_each * SMALL.num_layers
-    assert plan.memory.recordings > least, "and what they write"
+    least = GRAPHS["native"].most * GRAPHS["native"].bytes_each * SMALL.num_layers
+    assert plan.memory.graphs > least, "and what they write"
     assert "recorded steps" in plan.describe() and "recorded steps" not in none.describe()
     drafted = resolve(EngineConfig(), LARGE, SPARK, drafter=drafter_shape("dflash-5x", LARGE).caps()).memory
-    assert drafted.recordings > resolve(EngineConfig(), LARGE, SPARK).memory.recordings > 0
+    assert drafted.graphs > resolve(EngineConfig(), LARGE, SPARK).memory.graphs > 0
     assert drafted.total <= 0.85 * SPARK.free_bytes
 
 

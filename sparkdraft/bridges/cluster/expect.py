@@ -110,7 +110,7 @@ def on_group(question: Question, machines: int, reduce: float) -> Forecast:
     """Raises UserError if it does not fit. Every machine has its own scratch and CUDA graphs."""
     whole = grouped(question.machine, machines, reduce)
     first = Forecast(replace(question, machine=whole))
-    more = (machines - 1) * (first.plan.memory.scratch + first.plan.memory.recordings)
+    more = (machines - 1) * (first.plan.memory.scratch + first.plan.memory.graphs)
     if not more:
         return first
     hardware = replace(whole.hardware, free_bytes=whole.hardware.free_bytes - more)

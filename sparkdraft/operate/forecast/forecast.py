@@ -291,7 +291,7 @@ LABELS = {
     "pages": "pages of exact rows and windows",
     "states": "recurrent states",
     "scratch": "a step's scratch",
-    "recordings": "recorded steps",
+    "graphs": "recorded steps",
 }
 
 

@@ -48,7 +48,7 @@ def test_a_short_run_from_prompts_to_a_profile(
     monkeypatch.setattr(search.Compared, "is_faster", property(lambda self: self.ratio > 0))
     monkeypatch.setattr(search, "LEAST_ROUNDS", 1)
     monkeypatch.setattr(search, "MOST_ROUNDS", 1)
-    monkeypatch.setitem(resolve.MAX_ROWS, "cpu", 64)
+    monkeypatch.setitem(resolve.MAX_TOKENS, "cpu", 64)
     out = tmp_path / "shared.toml"
     command = ["tune", "--model", str(tiny), *FLAGS, "--prompts", prompts(tmp_path), "--threads", "1", "--json"]
     status = main([*command, "--max-seqs", "2", "--out", str(out)])
