@@ -1,12 +1,11 @@
 """Turns another server's command into ours, for `sparkdraft import`.
 
 It finds the command in what a user has (a command line, a script, a `docker run` or a compose file), reads its flags by
-the tables, and writes ours as a command or as TOML.
+the tables, and writes ours.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -52,20 +51,6 @@ class Imported:
                 text = _quoted(value, is_path=name in PATHS)
                 words.append(f"--{flag}{'=' if text.startswith('-') else ' '}{text}")
         return " ".join(words)
-
-    def toml(self) -> str:
-        """A file for `serve --config`, without the key, which belongs into the environment."""
-        given = {name: self.values[name] for name in FIELDS if name in self.values and name != "api_key"}
-        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
-
-    def unfilled(self) -> list[str]:
-        """Notes on values that a shell would fill in, which nothing does in a file."""
-        given = {name: str(self.values[name]) for name in self.values if name != "api_key"}
-        return [
-            f"{name}: {text} is filled in by a shell only: write its value into the file"
-            for name, text in given.items()
-            if FILLED.fullmatch(text) or (name in PATHS and "$" in text)
-        ]
 
 
 def read(text: str, service: str = "") -> Imported:

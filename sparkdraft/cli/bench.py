@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli import bench_depth, bench_formats, bench_offline, bench_speed
 from sparkdraft.cli.bench_offline import numbers
-from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, temperature_list
+from sparkdraft.cli.options import add_engine_flags, check_least, engine_options, load_llm, temperature_list
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.util.progress import SELDOM, progress
@@ -44,9 +44,15 @@ EXAMPLES = """examples:
 
 def configure(parser: ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    offline = kinds.add_parser("offline", help="decode and prefill speed against the memory bandwidth")
-    bench_offline.configure(offline)
-    accept = kinds.add_parser("accept", help="how many drafts are accepted, by class of prompt")
+    for name, (text, configure_kind, _) in KINDS.items():
+        configure_kind(kinds.add_parser(name, help=text, epilog=EXAMPLES))
+
+
+def run(args: Namespace) -> int:
+    return KINDS[args.kind][2](args)
+
+
+def _configure_accept(accept: ArgumentParser) -> None:
     accept.add_argument("--per-class", type=int, default=4, help="prompts of each class (default 4; 0: all)")
     accept.add_argument("--output-len", type=int, default=128, help="most tokens of output (default 128)")
     accept.add_argument("--depth", default="", help="drafts per step: auto or a number (default: the drafter's most)")
@@ -54,20 +60,6 @@ def configure(parser: ArgumentParser) -> None:
     accept.add_argument("--context", default="0", help="tokens of other text before each prompt, a list (default 0)")
     accept.add_argument("--speed", action="store_true", help="also plain against drafted speed, one stream")
     add_engine_flags(accept, ngram=False)
-    depth = kinds.add_parser("depth", help="fixed depths of drafting against the chosen one, by class and streams")
-    bench_depth.configure(depth)
-    kv = kinds.add_parser("kv", help="KV formats: memory, perplexity and divergence beside the exact cache")
-    bench_formats.configure_kv(kv)
-    weights = kinds.add_parser("weights", help="weight formats: bytes, perplexity and divergence beside floats")
-    bench_formats.configure_weights(weights)
-    serve = kinds.add_parser("serve", help="an OpenAI-compatible server: speed and latency, by class and streams")
-    _configure_serve(serve)
-    long_prompt = kinds.add_parser("long-prompt", help="a long prompt that arrives while others decode")
-    bench_speed.configure_long_prompt(long_prompt)
-    check = kinds.add_parser("check-speed", help="ratios of speeds against a file of expected ones")
-    bench_speed.configure_check(check)
-    for kind in (offline, accept, depth, kv, weights, serve, long_prompt, check):
-        kind.epilog = EXAMPLES
 
 
 def _configure_serve(serve: ArgumentParser) -> None:
@@ -81,20 +73,6 @@ def _configure_serve(serve: ArgumentParser) -> None:
     serve.add_argument("--temperature", type=float, default=0.0, help="default 0")
     serve.add_argument("--ignore-eos", action="store_true", help="write up to --output-len, past the model's own end")
     serve.add_argument("--out", default="", metavar="FOLDER", help="write serve.json and serve.md there")
-
-
-def run(args: Namespace) -> int:
-    kinds = {
-        "offline": bench_offline.run,
-        "accept": _accept,
-        "depth": bench_depth.run,
-        "kv": bench_formats.run_kv,
-        "weights": bench_formats.run_weights,
-        "serve": _serve,
-        "long-prompt": bench_speed.run_long_prompt,
-        "check-speed": bench_speed.run_check,
-    }
-    return kinds[args.kind](args)
 
 
 def _serve(args: Namespace) -> int:
@@ -121,10 +99,7 @@ def _serve_settings(args: Namespace) -> Settings:
     """Refuse what cannot be measured, before anything is sent."""
     from sparkdraft.operate.bench.serve import Settings, read_prompts, server_root
 
-    if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
-    if args.requests < 0:
-        raise UserError(f"--requests is {args.requests}; it must be positive, or 0 for the default")
+    check_least(args, output_len=8, requests=0)
     if not 0 <= args.temperature <= 2:
         raise UserError(f"--temperature is {args.temperature:g}; it must be from 0 to 2")
     classes = tuple(dict.fromkeys(name.strip() for name in args.classes.split(",") if name.strip()))
@@ -223,10 +198,7 @@ def _check_room(args: Namespace, prompt: int, most: int) -> None:
 
 def _check_accept(args: Namespace, context: int) -> None:
     """Refuse what cannot be measured, before any weight is read."""
-    if args.per_class < 0:
-        raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
-    if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
+    check_least(args, per_class=0, output_len=8)
     if args.depth not in ("", "auto") and not (args.depth.isdecimal() and int(args.depth)):
         raise UserError(f"--depth is '{args.depth}'; give auto or a positive number of drafts")
     from sparkdraft.engine.load import open_model, stored_of
@@ -241,3 +213,36 @@ def _check_accept(args: Namespace, context: int) -> None:
         )
     stored = stored_of(found.config, found.checkpoint, found.model_config, found.caps)
     _check_room(args, context, plan_here(found.config, found.model_config, found.caps, stored).max_model_len)
+
+
+# Each kind: its help, and what adds its flags and runs it
+KINDS: dict[str, tuple[str, Callable[[ArgumentParser], None], Callable[[Namespace], int]]] = {
+    "offline": ("decode and prefill speed against the memory bandwidth", bench_offline.configure, bench_offline.run),
+    "accept": ("how many drafts are accepted, by class of prompt", _configure_accept, _accept),
+    "depth": (
+        "fixed depths of drafting against the chosen one, by class and streams",
+        bench_depth.configure,
+        bench_depth.run,
+    ),
+    "kv": (
+        "KV formats: memory, perplexity and divergence beside the exact cache",
+        bench_formats.configure_kv,
+        bench_formats.run_kv,
+    ),
+    "weights": (
+        "weight formats: bytes, perplexity and divergence beside floats",
+        bench_formats.configure_weights,
+        bench_formats.run_weights,
+    ),
+    "serve": ("an OpenAI-compatible server: speed and latency, by class and streams", _configure_serve, _serve),
+    "long-prompt": (
+        "a long prompt that arrives while others decode",
+        bench_speed.configure_long_prompt,
+        bench_speed.run_long_prompt,
+    ),
+    "check-speed": (
+        "ratios of speeds against a file of expected ones",
+        bench_speed.configure_check,
+        bench_speed.run_check,
+    ),
+}

@@ -1,4 +1,4 @@
-"""`sparkdraft bench depth`: fixed depths of drafting against the engine's own choice, as a table, JSON and a plot."""
+"""`sparkdraft bench depth`: fixed depths of drafting against the engine's own choice, as a table and JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.bench_offline import make_engine, numbers, streams_of
-from sparkdraft.cli.options import add_engine_flags, load_llm
+from sparkdraft.cli.options import add_engine_flags, check_least, load_llm
 from sparkdraft.core import AUTO, UserError
 from sparkdraft.util.progress import SELDOM, progress
 
@@ -79,10 +79,7 @@ def run(args: Namespace) -> int:
 
 def _check(args: Namespace) -> None:
     """Refuse what cannot be measured, before any weight is read or made."""
-    if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
-    if args.per_class < 0:
-        raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
+    check_least(args, output_len=8, per_class=0)
     if bool(args.shape) != bool(args.drafter_shape):
         raise UserError("--shape and --drafter-shape go together: random weights need a drafter of random weights")
     if args.shape and args.synthetic_acceptance is None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cache.formats import EXACT, only_for
-from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
+from sparkdraft.cli.options import add_engine_flags, check_least, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.util.progress import progress
@@ -128,8 +128,7 @@ def _check(args: Namespace) -> None:
     """Refuse what cannot be measured, before any weight is read."""
     if args.spec != "off":
         raise UserError(f"--spec is {args.spec}; formats are compared without drafts: leave it off")
-    if args.tokens < LEAST_TOKENS:
-        raise UserError(f"--tokens is {args.tokens}; it must be at least {LEAST_TOKENS}")
+    check_least(args, tokens=LEAST_TOKENS)
 
 
 def _kv_plans(

@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.console import show_fallbacks
-from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
+from sparkdraft.cli.options import add_engine_flags, check_least, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.util.progress import SELDOM, progress
@@ -146,8 +146,7 @@ def drafted_ids(engine: Engine) -> int | None:
 
 def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     """Refuse what cannot be measured, before any weight is made; fills in the depth that --spec left open."""
-    if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
+    check_least(args, output_len=8)
     if args.synthetic_acceptance is not None and not args.drafter_shape:
         raise UserError("--synthetic-acceptance needs drafts to accept: name a drafter with --drafter-shape dflash-5x")
     if args.drafter_shape and not args.shape:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.options import add_engine_flags, load_llm
+from sparkdraft.cli.options import add_engine_flags, check_least, load_llm
 from sparkdraft.core import UserError
 from sparkdraft.operate.bench.check_speed.check import (
     HEADER,
@@ -93,9 +93,7 @@ def configure_long_prompt(parser: ArgumentParser) -> None:
 
 
 def run_long_prompt(args: Namespace) -> int:
-    for name in ("streams", "prompt_len", "rounds"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    check_least(args, streams=1, prompt_len=1, rounds=1)
     if args.max_seqs and args.streams >= args.max_seqs:
         raise UserError(
             f"--streams is {args.streams}; --max-seqs lets {args.max_seqs} requests run at once, the prompt among them"

@@ -44,20 +44,13 @@ from sparkdraft.weights.hub import portable_name
 HELP = "serve one model on two or four machines, with vLLM over ssh"
 EXAMPLES = """examples:
   sparkdraft cluster plan --model gpt-oss-120b                   what 1, 2 and 4 Sparks hold, and how fast they are
-  sparkdraft cluster up sparks.toml --model Qwen/Qwen3.5-122B    checks, starts and supervises all ranks
-  sparkdraft cluster status sparks.toml
-  sparkdraft cluster down sparks.toml
-docs/cluster.md has an example of the hosts file.
-"""
-PLAN_EXAMPLES = """examples:
-  sparkdraft cluster plan --model gemma4-31b --weights fp8 --drafter gemma4-31b-dflash
   sparkdraft cluster plan --model gemma4-31b --weights fp8 --link tcp       as seen without RoCE: 4 are no faster than 2
-  sparkdraft cluster plan --model gpt-oss-120b --machines 2 --concurrency 16 --context 32768
-"""
-UP_EXAMPLES = """examples:
-  sparkdraft cluster up sparks.toml --model Qwen/Qwen3.5-122B --max-model-len 32768 --host 0.0.0.0 --api-key "$KEY"
+  sparkdraft cluster up sparks.toml --model Qwen/Qwen3.5-122B    checks, starts and supervises all ranks
   sparkdraft cluster up sparks.toml --model openai/gpt-oss-120b --check     only the checks
-It runs until ctrl-c or `sparkdraft cluster down`. Logs of all ranks are in the cache folder, under cluster/NAME.
+  sparkdraft cluster status sparks.toml                          (exit status 0 if it serves)
+  sparkdraft cluster down sparks.toml
+`up` runs until ctrl-c or `down`. Logs of all ranks are in the cache folder, under cluster/NAME. docs/cluster.md has an
+example of the hosts file.
 """
 USUAL_MACHINES = "2,4"
 WATCH_EVERY, TOKEN_SECONDS = 10.0, 30.0  # seconds between two probes of the server, and allowed for one token
@@ -66,18 +59,16 @@ EVERYWHERE = ("", "0.0.0.0", "::")  # addresses that listen on all interfaces
 
 def configure(parser: ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="what", required=True, metavar="VERB")
-    plan = verbs.add_parser(
-        "plan", help="what fits and how fast it will be", description="say what fits", epilog=PLAN_EXAMPLES
-    )
+    plan = verbs.add_parser("plan", help="what fits and how fast it will be", epilog=EXAMPLES)
     plan.add_argument("file", nargs="?", default="", help="the hosts file, for the number of machines")
     _configure_plan(plan)
-    up = verbs.add_parser("up", help="check, start and supervise", description=HELP, epilog=UP_EXAMPLES)
-    up.add_argument("file", help="the hosts file")
+    up = verbs.add_parser("up", help="check, start and supervise", epilog=EXAMPLES)
     up.add_argument("--check", action="store_true", help="check the machines, and start nothing")
     add_vllm_flags(up)
     add_serve_flags(up)
-    for name, text in (("status", "say whether it serves (exit status 0) or not (1)"), ("down", "end all ranks")):
-        verb = verbs.add_parser(name, help=text, description=text)
+    status = verbs.add_parser("status", help="whether it serves", epilog=EXAMPLES)
+    down = verbs.add_parser("down", help="end all ranks", epilog=EXAMPLES)
+    for verb in (up, status, down):
         verb.add_argument("file", help="the hosts file")
 
 

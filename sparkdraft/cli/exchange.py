@@ -35,7 +35,7 @@ IMPORT_HELP = "read a command of vLLM or llama.cpp, or a compose file, and print
 IMPORT_EXAMPLES = """examples:
   sparkdraft import "vllm serve Qwen/Qwen3-8B --max-num-seqs 16 --gpu-memory-utilization 0.8"
   sparkdraft import "llama-server -m model.gguf -c 32768 -np 4 -ngl 99"
-  sparkdraft import compose.yaml --toml > server.toml      (then: sparkdraft serve --config server.toml)
+  sparkdraft import compose.yaml
   cat run.sh | sparkdraft import -
 Our command goes to standard output; what has no counterpart is named on standard error, flag by flag.
 """
@@ -93,7 +93,6 @@ def _configure_import(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--service", default="", metavar="NAME", help="which service of a compose file that has several"
     )
-    parser.add_argument("--toml", action="store_true", help="print a file for `serve --config` instead of a command")
 
 
 def _run_import(args: Namespace) -> int:
@@ -101,11 +100,9 @@ def _run_import(args: Namespace) -> int:
     if not text.strip():
         raise UserError('the command is empty; give one such as "vllm serve Qwen/Qwen3-8B"')
     found = importing.read(text, args.service)
-    secret = ["api_key: not written into the file; set SPARKDRAFT_API_KEY where the server starts"]
-    unwritten = [*(secret if "api_key" in found.values else []), *found.unfilled()]
-    for line in found.notes + (unwritten if args.toml else []):
+    for line in found.notes:
         note(line)
-    print(found.toml() if args.toml else found.command(), end="" if args.toml else "\n")
+    print(found.command())
     return 0
 
 

@@ -136,6 +136,13 @@ def temperature_list(text: str) -> list[float]:
         raise UserError(f"--temperature is '{text}'; give comma-separated numbers, such as 0,0.7") from None
 
 
+def check_least(args: Namespace, **least: int) -> None:
+    """Refuse values of these flags that are too small."""
+    for name, low in least.items():
+        if getattr(args, name) < low:
+            raise UserError(f"{_flag(name)} is {getattr(args, name)}; it must be at least {low}")
+
+
 def standard_input() -> TextIO:
     if sys.stdin is None:  # the program was started with it closed
         raise UserError("standard input is closed, and there is nothing to read; leave it open, or give it a file")

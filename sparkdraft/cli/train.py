@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.bench import accepted
-from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
+from sparkdraft.cli.options import add_engine_flags, check_least, load_llm, temperature_list
 from sparkdraft.core import UserError
 from sparkdraft.train.memory import CPU_STEP, SHRINKS
 from sparkdraft.train.settings import FitSettings
@@ -108,8 +108,7 @@ def _fit(args: Namespace) -> int:
         del values[name]
     values |= {name: _ids(f"--{name}", values[name]) for name in ("widths", "aux_layers")}
     settings = FitSettings(target=args.model, data=args.data, **values)
-    if args.every < 1:
-        raise UserError(f"--every is {args.every}; it must be at least 1")
+    check_least(args, every=1)
     from sparkdraft.train.fit import fit
     from sparkdraft.train.run import Run
 
@@ -187,10 +186,7 @@ def _said_of_data(folder: str, summary: dict[str, Any]) -> int:
 
 
 def _eval(args: Namespace) -> int:
-    if args.per_class < 0:
-        raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
-    if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
+    check_least(args, per_class=0, output_len=8)
     temperatures = temperature_list(args.temperature)
     llm = load_llm(args, ngram=False)
     if llm.engine.drafting.proposer is None:

@@ -16,9 +16,9 @@ from sparkdraft.bridges.importing import read
 from sparkdraft.bridges.llama_cpp import LLAMA_CPP
 from sparkdraft.bridges.tables import read_flags
 from sparkdraft.bridges.vllm.flags import VLLM
-from sparkdraft.cli.main import main, parser
+from sparkdraft.cli.main import parser
 from sparkdraft.core import UserError
-from sparkdraft.server.config import FIELDS, merge
+from sparkdraft.server.config import FIELDS
 from tests.bridges import commands
 from tests.patience import PATIENT
 
@@ -137,17 +137,14 @@ def test_every_posted_command(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POSTED)
-def test_what_is_printed_is_a_command_and_a_file_of_ours(name: str, tmp_path: Path) -> None:
+def test_what_is_printed_is_a_command_of_ours(name: str) -> None:
     found = read(getattr(commands, name))
     words = shlex.split(found.command())
     if "api_key" in found.values:
         assert words.pop(0) == "SPARKDRAFT_API_KEY=$VLLM_API_KEY" and '"$VLLM_API_KEY"' in found.command()
     args = vars(parser().parse_args(words[1:]))
     given = {field: value for field, value in args.items() if field in FIELDS}
-    expected = {key: value for key, value in POSTED[name].items() if key != "api_key"}
-    assert given == expected
-    (tmp_path / "server.toml").write_text(found.toml())
-    assert merge({}, tmp_path / "server.toml", {}) == merge(expected, None, {})
+    assert given == {key: value for key, value in POSTED[name].items() if key != "api_key"}
 
 
 def test_a_compose_file_of_variables(tmp_path: Path) -> None:
@@ -417,12 +414,6 @@ def test_the_command_reads_standard_input() -> None:
     assert "note: --speculative-config: the depth is fixed" in result.stderr.replace("\n", " ")
 
 
-def test_a_file_has_no_key_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", "vllm serve m --api-key hidden", "--toml"]) == 0
-    out, notes = capsys.readouterr()
-    assert out == 'model = "m"\n' and "api_key: not written into the file" in notes and "hidden" not in notes
-
-
 @pytest.mark.parametrize(
     ("text", "ours"),
     [
@@ -436,14 +427,6 @@ def test_a_file_has_no_key_and_that_is_said(capsys: pytest.CaptureFixture[str]) 
 )
 def test_what_a_shell_fills_in_is_left_to_it(text: str, ours: str) -> None:
     assert read(text).command() == ours
-
-
-def test_a_file_has_no_shell_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", "vllm serve $HOME/m --port 9 --api-key $KEY", "--toml"]) == 0
-    out, notes = capsys.readouterr()
-    assert 'model = "$HOME/m"' in out and "model: $HOME/m is filled in by a shell only" in notes
-    assert main(["import", "vllm serve $HOME/m"]) == 0
-    assert "fill in" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

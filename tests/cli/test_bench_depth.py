@@ -94,7 +94,7 @@ def test_prompts_of_a_user(tmp_path: Path) -> None:
     "flags, message",
     [
         ("--output-len 4", "it must be at least 8"),
-        ("--per-class -1", "0 (all) or positive"),
+        ("--per-class -1", "it must be at least 0"),
         ("--shape qwen3-8b", "go together"),
         ("--shape qwen3-8b --drafter-shape dflash-5x", "--synthetic-acceptance"),
         ("--prompts /no/such/file", "not a file"),

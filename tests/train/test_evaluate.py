@@ -20,7 +20,7 @@ def fake_llm(block: FakeBlock | None, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [("--per-class -1", "--per-class is -1; it must be 0 (all) or positive"), ("--output-len 0", "--output-len is 0")],
+    [("--per-class -1", "--per-class is -1; it must be at least 0"), ("--output-len 0", "--output-len is 0")],
 )
 def test_what_cannot_be_measured_is_refused_first(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "eval", *flags.split()]) == 1
