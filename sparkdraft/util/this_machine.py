@@ -77,7 +77,6 @@ class OtherPrograms:
 # ---- nvidia-smi
 
 REASONS = "clocks_event_reasons.active"
-REASONS_BEFORE_535 = "clocks_throttle_reasons.active"  # the same field in older drivers
 # Bits of REASONS that lower the clocks. Idle (1) and clocks that an application set (2) are no faults.
 POWER_LIMIT = 0x04  # which a GPU reaches under full load, too
 HELD_BACK = {
@@ -98,25 +97,6 @@ def ask(
 ) -> tuple[list[list[str]], str]:
     """Return the fields of each GPU, or why nvidia-smi cannot be asked. gpu: UUID of the only one to ask for.
     meanwhile: called repeatedly until the answer comes."""
-    rows, problem, code = _ask(fields, gpu, meanwhile, program)
-    if code and REASONS in fields:
-        older = [REASONS_BEFORE_535 if name == REASONS else name for name in fields]
-        rows, problem, code = _ask(older, gpu, meanwhile, program)
-    return rows, problem
-
-
-def held_back(reasons: str) -> int | None:
-    """Parse the bits of REASONS as nvidia-smi prints them; None if it does not tell."""
-    try:
-        return int(reasons, 16)
-    except ValueError:  # "[N/A]"
-        return None
-
-
-def _ask(
-    fields: Sequence[str], gpu: str, meanwhile: Callable[[], object], program: str
-) -> tuple[list[list[str]], str, int]:
-    """Return rows, problem and exit status."""
     command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     command += ["-i", gpu] if gpu else []
     try:
@@ -129,13 +109,21 @@ def _ask(
             asked.kill()  # does nothing to one that has ended
             text = asked.communicate()[0]
     except FileNotFoundError:
-        return [], "nvidia-smi is not installed", 0
+        return [], "nvidia-smi is not installed"
     except OSError as error:
-        return [], f"nvidia-smi cannot be run ({error.strerror})", 0
+        return [], f"nvidia-smi cannot be run ({error.strerror})"
     if is_late:
-        return [], f"nvidia-smi did not answer within {SECONDS} s", 0
+        return [], f"nvidia-smi did not answer within {SECONDS} s"
     if asked.returncode:
         said = text.strip().splitlines()[0] if text.strip() else asked.returncode
-        return [], f"nvidia-smi fails ({said})", asked.returncode
+        return [], f"nvidia-smi fails ({said})"
     rows = csv.reader(text.strip().splitlines(), skipinitialspace=True)
-    return [row for row in rows if len(row) == len(fields)], "", 0
+    return [row for row in rows if len(row) == len(fields)], ""
+
+
+def held_back(reasons: str) -> int | None:
+    """Parse the bits of REASONS as nvidia-smi prints them; None if it does not tell."""
+    try:
+        return int(reasons, 16)
+    except ValueError:  # "[N/A]"
+        return None

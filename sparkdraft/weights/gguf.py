@@ -1,8 +1,8 @@
 """GGUF files, versions 2 and 3: llama.cpp's one-file checkpoints, read without its library.
 
-The header is parsed once over a memory mapping, and every length is checked against the file before it is used. Tensors
-are views of the mapping; names, config and row order are translated into Hugging Face's. quant/gguf_blocks.py reads
-quantised types, the gguf package those that are unknown there, and gguf_tokenizer.py the tokenizer.
+The header is parsed once over a memory mapping, and every length is checked against the file. Tensors are views of the
+mapping; names, config and row order are translated into Hugging Face's. quant/gguf_blocks.py reads quantised types, and
+the gguf package those that are unknown there.
 """
 
 from __future__ import annotations
@@ -310,8 +310,8 @@ class GgufCheckpoint:
         return count_stored(matrices, self.config["tie_word_embeddings"])
 
     def _interleaved_heads(self, name: str) -> int | None:
-        """The number of heads whose rows must be reordered: llama.cpp stores Llama's q and k for rope over neighbours,
-        Hugging Face rotates the two halves of a head."""
+        """The heads whose rows must be reordered: llama.cpp stores Llama's q and k for RoPE over neighbours, Hugging
+        Face rotates the two halves of a head."""
         if self.config["model_type"] != "llama" or "_norm" in name:
             return None
         if ".q_proj." in name:
@@ -411,8 +411,7 @@ def _rope_scaling(file: GgufFile, arch: str) -> dict[str, Any] | None:
 
 
 def sampling_of(meta: Mapping[str, Any]) -> dict[str, float]:
-    """How the file wants to be sampled, with the keys of generation_config.json. `RECOMMENDED` is used only where the
-    file says nothing."""
+    """The file's sampling values, with the keys of generation_config.json; RECOMMENDED if it has none."""
     said = {name: meta.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     found = {name: round(value, 6) for name, value in said.items() if isinstance(value, int | float)}
     if found or not meta.get("tokenizer.chat_template"):

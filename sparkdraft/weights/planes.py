@@ -1,7 +1,6 @@
 """Quantised matrices in the order in which a GPU reads them (plane_layout.py), made from `Coded` and turned back.
 
-Nothing is rounded: codes, scales and offsets are those of the file. `pack` stacks matrices of one format into one, a
-piece at a time, so that no large temporary tensor is made.
+Nothing is rounded. `pack` stacks matrices of one format into one, a piece at a time to save memory.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from sparkdraft.weights.linear import CannotKeep
 from sparkdraft.weights.plane_layout import STRIP, CodeForm, PlaneLayout
+from sparkdraft.weights.quant.base import has_nan
 from sparkdraft.weights.quant.stored import LEVELS, Coded, scale_values
 
 PIECE = 1 << 22  # weights repacked at once: 16 MB as 32-bit integers
@@ -175,17 +175,14 @@ def _fill(made: Planes, first: int, part: Coded, at: slice) -> None:
 
 def _check(part: Coded) -> None:
     """Raise CannotKeep for codes that kernels would decode wrongly."""
-    kind = None if part.scale is None else part.scale.dtype
-    if part.levels == "e4m3" and _has_nan(part.codes):
+    if part.levels == "e4m3" and has_nan(part.codes):
         raise CannotKeep("it holds numbers that are not a number")
-    if part.scale is not None and kind == torch.uint8 and bool((part.scale > MOST_E8M0).any()):
+    if part.scale is None:
+        return
+    if part.scale.dtype == torch.uint8 and bool((part.scale > MOST_E8M0).any()):
         raise CannotKeep(f"it has scales above 2 ** {MOST_E8M0 - 127}")
-    if part.scale is not None and kind == torch.float8_e4m3fn and bool((part.scale.view(torch.uint8) > 0x7E).any()):
+    if part.scale.dtype == torch.float8_e4m3fn and bool((part.scale.view(torch.uint8) > 0x7E).any()):
         raise CannotKeep("it has scales that are negative or not a number")
-
-
-def _has_nan(e4m3: Tensor) -> bool:
-    return bool(((e4m3 & 0x7F) == 0x7F).any())
 
 
 def _to_e5m3(e4m3: Tensor) -> Tensor:

@@ -1,13 +1,11 @@
 """Keeps what `--weights` quantised in the user's cache, so that the next load need not read and round floats again.
 
-    quantised/NAME-FORMAT-DEVICE-PLACE-KEY/matrices   the numbers of all matrices, one after the other; of a drafter,
-                                                      NAME-drafter-FORMAT-...
+    quantised/NAME-FORMAT-DEVICE-PLACE-KEY/matrices   the numbers of all matrices, one after the other
     quantised/NAME-FORMAT-DEVICE-PLACE-KEY/index.json what lies where, with a checksum per matrix; written last
 
 PLACE is a hash of the checkpoint's path, and KEY one of the state of its files, the format, the device, and the code
-that rounds: if any of them changes, a new folder replaces the old one. Folders of deleted checkpoints are removed. A
-folder gets its name by a rename when it is complete, so an interrupted load leaves nothing that would be read. A matrix
-that does not match its checksum is quantised again, and the folder is removed.
+that rounds: if any of them changes, a new folder replaces the old one. A folder gets its name when it is complete. A
+matrix that does not match its checksum is quantised again, and the folder is removed.
 """
 
 from __future__ import annotations
@@ -75,8 +73,8 @@ def clear() -> int:
 
 
 def open_cache(checkpoint: Path, form: str, device: str, part: str = "") -> QuantisedCache | None:
-    """Open the cache of a checkpoint in a format; None if there is nothing to quantise, or no file whose state could be
-    compared. part: names a part of a checkpoint with several readers, such as the drafter in its target's file."""
+    """Open the cache of a checkpoint in a format; None if there is nothing to quantise or to compare. part: names a
+    part with its own reader, such as the drafter in its target's file."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.glob("*.safetensors"))
     if form == "auto" or not files:
         return None
@@ -108,13 +106,8 @@ class QuantisedCache:
         else:
             self._begin()
 
-    @property
-    def is_reading(self) -> bool:
-        return self._map is not None
-
     def key(self, name: str) -> str:
-        """A unique key for each matrix, also where the matrices of several experts share a name: a model always asks
-        for them in the same order."""
+        """A unique key, also for experts that share a name: a model always asks for them in the same order."""
         self._counts[name] += 1
         return f"{name}#{self._counts[name]}"
 
@@ -131,11 +124,8 @@ class QuantisedCache:
             if len(raw) != end - begin or zlib.crc32(raw) != entry["crc"]:
                 self._damaged(f"the numbers of {key} do not agree with their checksum")
                 return None
-        parts = {name: self._tensor(*entry["tensors"][name]) for name in entry["tensors"]}
-        return Coded(
-            entry["levels"], parts["codes"], entry["group"], parts.get("scale"), parts.get("offset"),
-            parts.get("row_scale"),
-        )  # fmt: skip
+        parts = {name: self._tensor(*place) for name, place in entry["tensors"].items()}
+        return Coded(entry["levels"], parts["codes"], entry["group"], *map(parts.get, PARTS[1:]))
 
     def write(self, key: str, matrix: Coded) -> None:
         """Does nothing while an earlier load's cache is read, or after a disk was found full."""

@@ -1,8 +1,7 @@
 """Checkpoints in the Hugging Face layout: config.json, safetensors (one file or shards) and tokenizer.json.
 
-The safetensors library maps a file into memory, and every tensor is a view of the mapping, in the type it was saved in.
-A quantised matrix is several tensors, which weights/quant finds and reads; it has one name here, X.weight. Pickle files
-are never opened.
+Every tensor is a view of the mapped file. A quantised matrix is several tensors, which weights/quant finds and reads;
+it has one name here, X.weight. Pickle files are never opened.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ class SafetensorsCheckpoint:
         return count_stored(map(self._stored, names), tied)
 
     def _has_own_head(self) -> bool:
-        """Whether the file has a head of floats that differs from its embedding. It is then used whatever the config
-        says, as in transformers. A quantised head is always used."""
+        """Whether the file has a head of floats that differs from its embedding: it is used whatever the config says,
+        as in transformers. A quantised head is always used."""
         stored = self._files.keys() | self._matrices.keys()
         head, table = (next((name for name in names if name in stored), "") for names in (HEADS, EMBEDDINGS))
         if not head or not table or head in self._matrices or _untied(self.config).items() <= self.config.items():
@@ -177,10 +176,7 @@ def _open_shards(path: Path) -> dict[str, SafetensorsFile]:
                 "they can run code: convert them to safetensors."
             )
         raise UserError(f"The folder {path} holds no .safetensors file: fetch the weights again.")
-    found: dict[str, SafetensorsFile] = {}
-    for shard in map(SafetensorsFile, files):
-        _claim(found, shard, shard.entries)
-    return found
+    return _by_name(map(SafetensorsFile, files))
 
 
 def _open_index(path: Path, index: dict[str, Any]) -> dict[str, SafetensorsFile]:
@@ -194,22 +190,22 @@ def _open_index(path: Path, index: dict[str, Any]) -> dict[str, SafetensorsFile]
         if not (path / file).is_file():
             raise UserError(f"The shard {file} that {path / INDEX} lists is missing: fetch the weights again.")
         shards[file] = SafetensorsFile(path / file)
-    found: dict[str, SafetensorsFile] = {}
-    for shard in shards.values():
-        _claim(found, shard, shard.entries)
+    found = _by_name(shards.values())
     for name, file in where.items():
         if name not in shards[file].entries:
             raise UserError(f"{path / INDEX} says that {name} is in {file}, but it is not: fetch the weights again.")
     return found
 
 
-def _claim(found: dict[str, SafetensorsFile], shard: SafetensorsFile, names: Iterable[str]) -> None:
-    for name in names:
-        if name in found:
-            raise UserError(
-                f"The tensor {name} is in both {found[name].path} and {shard.path}: remove the file that is left over."
-            )
-        found[name] = shard
+def _by_name(shards: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    found: dict[str, SafetensorsFile] = {}
+    for shard in shards:
+        for name in shard.entries:
+            if name in found:
+                both = f"{found[name].path} and {shard.path}"
+                raise UserError(f"The tensor {name} is in both {both}: remove the file that is left over.")
+            found[name] = shard
+    return found
 
 
 def _special(*sources: dict[str, Any]) -> dict[str, str]:
@@ -233,8 +229,7 @@ def write_checkpoint(
 ) -> None:
     """Write any checkpoint as a folder of floats in the Hugging Face layout, for programs that read nothing else.
 
-    Matrices are dequantised one by one, so memory holds one output file's worth. The folder appears whole or not at
-    all. dtype: of DTYPES. Raises UserError, also where the result would be another model.
+    Memory holds one output file's worth. The folder appears whole or not at all. dtype: of DTYPES.
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype is '{dtype}'; a checkpoint is written as {' or '.join(DTYPES)}")

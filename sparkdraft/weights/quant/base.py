@@ -23,6 +23,10 @@ from sparkdraft.weights.quant.stored import Coded, Permuted, Quantised, Quantise
 SCALES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "e5m3", "U8": "e8m0", "F8_E8M0": "e8m0"}
 
 
+def damaged(what: str, why: str) -> UserError:
+    return UserError(f"{what} {why}: fetch the file again.")
+
+
 class Unread(NamedTuple):
     """A tensor of a file before it is read."""
 
@@ -56,26 +60,18 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def find(self, tensor: str, dtypes: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
-        """If a matrix of this format begins at the tensor: its name, X.weight, and all tensors that it consists of.
-        Experts that are stored together have the one name X.
-
-        dtypes: the type of every tensor of the file, as safetensors spells it. A tensor that is missing is an error
-        when the matrix is read.
-        """
+        """If a matrix of this format begins at the tensor: its name, X.weight (of experts stored together, X), and all
+        tensors that it consists of. dtypes: the type of every tensor of the file, as safetensors spells it."""
 
     def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
-        """Make the matrix, or the matrices of all experts, from those tensors.
-
-        what: file and name, for errors. said: what the config says of the matrix.
-        """
+        """The matrix, or the matrices of all experts, from those tensors. what: file and name, for errors."""
         if tensors[0].dim() != 3:
             return self.read_matrix(what, tensors, said)
         experts = enumerate(_by_expert(what, tensors))
         return QuantisedExperts([self.read_matrix(f"{what}, expert {i}", parts, said) for i, parts in experts])
 
     @abstractmethod
-    def read_matrix(self, what: str, tensors: Sequence[Tensor], said: Said) -> Quantised:
-        """Make one matrix."""
+    def read_matrix(self, what: str, tensors: Sequence[Tensor], said: Said) -> Quantised: ...
 
     @abstractmethod
     def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
@@ -87,10 +83,8 @@ def _by_expert(what: str, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     count = len(tensors[0])
     for tensor in tensors[1:]:
         if tensor.dim() and len(tensor) not in (1, count):
-            raise UserError(
-                f"{what} holds {count} experts and a tensor beside it has shape {tuple(tensor.shape)}, "
-                "which begins with another number: fetch the file again."
-            )
+            beside = f"a tensor beside it has shape {tuple(tensor.shape)}, which begins with another number"
+            raise damaged(what, f"holds {count} experts and {beside}")
     for number in range(count):
         yield [t[number] if t.dim() and len(t) == count else t.squeeze(0) if t.dim() else t for t in tensors]
 
@@ -108,6 +102,11 @@ def is_single(shape: Sequence[int], out: int) -> bool:
 def per_row(scale: Tensor, out: int) -> Tensor:
     """Expand a number, or one per output row, to float32 [out]."""
     return scale.float().reshape(-1).expand(out).contiguous()
+
+
+def has_nan(e4m3: Tensor) -> bool:
+    """Whether bytes of 8-bit floats hold 0x7f or 0xff."""
+    return bool(((e4m3 & 0x7F) == 0x7F).any())
 
 
 def kind(tensor: Tensor) -> str:
@@ -170,7 +169,7 @@ def _columns(what: str, order: Tensor | None, width: int, group: int) -> Tensor 
     if order is None or order.numel() == 0 or bool((order == -1).all()):
         return None
     if order.shape != (width,):
-        raise UserError(f"{what} has a g_idx of {kind(order)} for {width} inputs: fetch the file again.")
+        raise damaged(what, f"has a g_idx of {kind(order)} for {width} inputs")
     at = torch.argsort(order.long(), stable=True)
     if not torch.equal(order.long()[at], torch.arange(width) // group):
         raise UserError(f"{what} has a g_idx whose groups do not have {group} inputs each: such files are not read.")

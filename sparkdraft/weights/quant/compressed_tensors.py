@@ -26,6 +26,7 @@ from sparkdraft.weights.quant.base import (
     Size,
     Unread,
     WeightFormat,
+    damaged,
     experts_of,
     fields,
     grouped,
@@ -97,9 +98,7 @@ class PackQuantized(WeightFormat):
         packed, scale, shape, *more = tensors
         out, width = map(int, shape.tolist()) if shape.numel() == 2 else (0, 0)
         if packed.dim() != 2 or packed.shape[0] != out or not width:
-            raise UserError(
-                f"{what} is {kind(packed)} and its weight_shape says {shape.tolist()}: fetch the file again."
-            )
+            raise damaged(what, f"is {kind(packed)} and its weight_shape says {shape.tolist()}")
         bits = next((bits for bits in (4, 8) if -(-width * bits // 32) == packed.shape[1]), 0)
         if not bits:
             raise UserError(
@@ -109,10 +108,8 @@ class PackQuantized(WeightFormat):
         scale = scale.reshape(out, -1) if scale.numel() == out else scale
         groups = scale.shape[-1]
         if scale.dim() != 2 or scale.shape[0] != out or width % groups or width % 2:
-            raise UserError(
-                f"{what} has shape {(out, width)} and scales of {kind(scale)}; whole groups of equal size, one scale "
-                "each, are read: fetch the file again."
-            )
+            read = "whole groups of equal size, one scale each, are read"
+            raise damaged(what, f"has shape {(out, width)} and scales of {kind(scale)}; {read}")
         codes = fields(packed, bits)[:, :width]
         zeros = next((_zeros(what, part, out, groups, bits) for part in more if part.dim() == 2), None)
         order = next((part for part in more if part.dim() == 1), None)
@@ -135,8 +132,6 @@ def _zeros(what: str, part: Tensor, out: int, groups: int, bits: int) -> Tensor:
     if part.dtype == torch.int8 and part.shape == (out, groups):
         return part.int() + (1 << (bits - 1))
     if part.dtype != torch.int32 or part.shape != (-(-out * bits // 32), groups):
-        raise UserError(
-            f"{what} has a weight_zero_point of {kind(part)}, and int32 {(-(-out * bits // 32), groups)} is read: "
-            "fetch the file again."
-        )
+        read = f"int32 {(-(-out * bits // 32), groups)} is read"
+        raise damaged(what, f"has a weight_zero_point of {kind(part)}, and {read}")
     return fields(part.t(), bits)[:, :out].t().int()

@@ -1,8 +1,7 @@
 """The quantised formats of safetensors files: finds the format of each matrix, and checks what was read.
 
-The names and types of the tensors beside a matrix's name decide how it is stored, so one file may mix formats and
-floats. The config adds what bytes cannot say, and must agree with what was found (stated.py). A new format is one file
-beside this one and one line in FORMATS.
+The tensors beside a matrix's name decide how it is stored, so one file may mix formats and floats. The config adds what
+bytes cannot say, and must agree with what was found (stated.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.quant.base import WeightFormat
+from sparkdraft.weights.quant.base import WeightFormat, damaged
 from sparkdraft.weights.quant.compressed_tensors import Int8, PackQuantized
 from sparkdraft.weights.quant.fp4 import Mxfp4Experts, Mxfp4Packed, Nvfp4ModelOpt, Nvfp4Packed
 from sparkdraft.weights.quant.fp8 import Fp8
@@ -105,13 +104,11 @@ def check_config(path: Path, config: Mapping[str, Any], files: Mapping[str, Mapp
 # Weights of real models are at most a few units. Applying a tensor's scale in the wrong direction makes them
 # (2688 / amax)^2 times as large: thousands at least.
 LARGEST, LEAST = 1000.0, 1e-8
+MOST_OF_BYTES = {"int8": 127.0, "e4m3": 448.0}  # the largest level of those that have no table
 
 
 def check_matrix(what: str, matrix: Quantised, said: Said) -> None:
-    """Raise UserError if the matrix contradicts the config or cannot hold weights: text would silently be garbage.
-
-    what: file and name.
-    """
+    """Raise UserError if the matrix contradicts the config or cannot hold weights. what: file and name."""
     if isinstance(matrix, QuantisedExperts):
         for number, expert in enumerate(matrix.experts):
             check_matrix(f"{what}, expert {number}", expert, said)
@@ -149,7 +146,7 @@ def check_sizes(what: str, coded: Coded) -> None:
     """Raise UserError unless the scales are finite and give weights of a usual size."""
     reach = largest_weights(coded)
     if not bool(torch.isfinite(reach).all()):
-        raise UserError(f"{what} has scales that are no finite numbers: fetch the file again.")
+        raise damaged(what, "has scales that are no finite numbers")
     used = reach[reach > 0]
     if not used.numel():
         return  # all zero: an expert that was never trained
@@ -165,14 +162,8 @@ def check_sizes(what: str, coded: Coded) -> None:
 def largest_weights(coded: Coded) -> Tensor:  # [out]
     """The largest weight that each row could hold, from its scales alone."""
     values = LEVELS[coded.levels].values
-    dtype = LEVELS[coded.levels].dtype
-    if values is not None:
-        most = max(map(abs, values))
-    else:
-        assert dtype is not None
-        most = torch.finfo(dtype).max if dtype.is_floating_point else 127.0
-    out = coded.shape[0]
-    reach = torch.full((out,), float(most), device=coded.codes.device)
+    most = max(map(abs, values)) if values else MOST_OF_BYTES[coded.levels]
+    reach = torch.full((coded.shape[0],), most, device=coded.codes.device)
     if coded.scale is not None:
         reach = reach * scale_values(coded.scale).abs().amax(1)
     if coded.offset is not None:

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.core import UserError
 from sparkdraft.weights.plane_layout import CodeForm
-from sparkdraft.weights.quant.base import Size, Unread, WeightFormat, kind, per_row
+from sparkdraft.weights.quant.base import Size, Unread, WeightFormat, damaged, has_nan, kind, per_row
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import Coded, QuantisedExperts
 
@@ -39,14 +38,10 @@ class _Nvfp4(WeightFormat):
         factor = 1 / whole.float() if self.divides else whole.float()
         _check(what, codes, scale, NVFP4_GROUP)
         if whole.numel() != 1 or not bool(torch.isfinite(factor).all()) or float(factor) <= 0:
-            raise UserError(
-                f"{what} has a scale of the whole tensor of {kind(whole)}, which must be one positive number: fetch "
-                "the file again."
-            )
-        if bool(((scale.view(torch.uint8) & 127) == 127).any()):
-            raise UserError(
-                f"{what} has block scales that are no numbers (0x7f or 0xff of e4m3): fetch the file again."
-            )
+            size = kind(whole)
+            raise damaged(what, f"has a scale of the whole tensor of {size}, which must be one positive number")
+        if has_nan(scale.view(torch.uint8)):
+            raise damaged(what, "has block scales that are no numbers (0x7f or 0xff of e4m3)")
         return Coded("e2m1", codes, NVFP4_GROUP, scale, None, per_row(factor, codes.shape[0]))
 
     def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
@@ -93,7 +88,7 @@ class Mxfp4Packed(WeightFormat):
         _check(what, codes, scale, MXFP4_GROUP)
         exponents = scale.view(torch.uint8)
         if bool((exponents == 255).any()):
-            raise UserError(f"{what} has block scales that are no numbers (0xff): fetch the file again.")
+            raise damaged(what, "has block scales that are no numbers (0xff)")
         return Coded("e2m1", codes, MXFP4_GROUP, exponents)
 
     def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
@@ -112,10 +107,8 @@ class Mxfp4Experts(WeightFormat):
         blocks, scales = tensors
         packed = blocks.dim() == 4 and blocks.shape[3] == MXFP4_GROUP // 2
         if not packed or scales.shape != blocks.shape[:3] or scales.dtype != torch.uint8:
-            raise UserError(
-                f"{what} has blocks of shape {tuple(blocks.shape)} and scales of {kind(scales)}; uint8 [experts, out, "
-                f"groups, {MXFP4_GROUP // 2}] and one uint8 per group are read: fetch the file again."
-            )
+            read = f"uint8 [experts, out, groups, {MXFP4_GROUP // 2}] and one uint8 per group are read"
+            raise damaged(what, f"has blocks of shape {tuple(blocks.shape)} and scales of {kind(scales)}; {read}")
         experts = zip(blocks, scales, strict=True)
         return QuantisedExperts([self.read_matrix(what, expert, said) for expert in experts])
 
@@ -136,7 +129,5 @@ def _size(codes: Unread, form: CodeForm) -> Size:
 def _check(what: str, codes: Tensor, scale: Tensor, group: int) -> None:
     shape = (codes.shape[0], 2 * codes.shape[-1] // group)
     if codes.dim() != 2 or 2 * codes.shape[1] % group or tuple(scale.shape) != shape:
-        raise UserError(
-            f"{what} is {kind(codes)} and its block scales are {kind(scale)}; scales of {shape}, one per {group} "
-            "columns, are read: fetch the file again."
-        )
+        read = f"scales of {shape}, one per {group} columns, are read"
+        raise damaged(what, f"is {kind(codes)} and its block scales are {kind(scale)}; {read}")

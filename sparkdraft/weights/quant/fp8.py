@@ -16,9 +16,18 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from sparkdraft.core import UserError
 from sparkdraft.weights.plane_layout import CodeForm
-from sparkdraft.weights.quant.base import Size, Unread, WeightFormat, experts_of, is_single, kind, per_row
+from sparkdraft.weights.quant.base import (
+    Size,
+    Unread,
+    WeightFormat,
+    damaged,
+    experts_of,
+    has_nan,
+    is_single,
+    kind,
+    per_row,
+)
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import Coded, Quantised
 
@@ -39,17 +48,17 @@ class Fp8(WeightFormat):
 
     def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
         if len(tensors) > 2:
-            raise UserError(f"{what} has both a weight_scale and a weight_scale_inv: remove the one that is left over.")
+            raise damaged(what, "has both a weight_scale and a weight_scale_inv")
         return super().read(what, *tensors, said=said)
 
     def read_matrix(self, what: str, tensors: Sequence[Tensor], said: Said) -> Coded:
         codes, scale = tensors
         if codes.dim() != 2:
-            raise UserError(f"{what} is {kind(codes)}, and a matrix has two dimensions: fetch the file again.")
+            raise damaged(what, f"is {kind(codes)}, and a matrix has two dimensions")
         (out, width), block = codes.shape, said.block or BLOCK
         raw = codes.view(torch.uint8)
-        if bool(((raw & 127) == 127).any()):
-            raise UserError(f"{what} holds weights that are no numbers (0x7f or 0xff of e4m3): fetch the file again.")
+        if has_nan(raw):
+            raise damaged(what, "holds weights that are no numbers (0x7f or 0xff of e4m3)")
         tiles = (-(-out // block[0]), -(-width // block[1]))
         if scale.dtype in EXPONENTS and tuple(scale.shape) == (out, width // 32) and width % 32 == 0:
             return Coded("e4m3", raw, 32, scale.view(torch.uint8))
@@ -60,10 +69,8 @@ class Fp8(WeightFormat):
             columns = torch.arange(width // group) * group // block[1]
             rows = torch.arange(out) // block[0]
             return Coded("e4m3", raw, group, scale[rows][:, columns].contiguous())
-        raise UserError(
-            f"{what} is {kind(codes)} and its scales are {kind(scale)}; one scale, one per row ({out}) or one per "
-            f"block {tiles} are read: fetch the file again."
-        )
+        read = f"one scale, one per row ({out}) or one per block {tiles} are read"
+        raise damaged(what, f"is {kind(codes)} and its scales are {kind(scale)}; {read}")
 
     def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
         codes, scale = tensors[:2]

@@ -131,9 +131,5 @@ READERS: dict[int, Callable[[Tensor], GroupQuant | Coded]] = {
     Q4_0: _q4_0, Q4_1: _q4_1, Q8_0: _q8_0, Q5_0: _q5_0, Q5_1: _q5_1, Q4_K: _q4_k, Q5_K: _q5_k, Q6_K: _q6_k,
     IQ4_NL: _iq4_nl, IQ4_XS: _iq4_xs,
 }  # fmt: skip
-NAMES = {
-    Q4_0: "q4_0", Q4_1: "q4_1", Q8_0: "q8_0", Q5_0: "q5_0", Q5_1: "q5_1", Q4_K: "q4_k", Q5_K: "q5_k", Q6_K: "q6_k",
-    IQ4_NL: "iq4_nl", IQ4_XS: "iq4_xs",
-}  # fmt: skip
+NAMES = {kind: read.__name__.removeprefix("_") for kind, read in READERS.items()}  # as plane_layout.GGUF_FORMS has them
 FORMS = {kind: GGUF_FORMS[name] for kind, name in NAMES.items()}
-assert FORMS.keys() == READERS.keys()

@@ -1,8 +1,8 @@
-"""What a checkpoint's config says about its quantised matrices, in the dialects of the tools that write it.
+"""The statements of a checkpoint's config about its quantised matrices, in the dialects of the tools that write it.
 
 The tensors decide how a matrix is read. The config adds what bytes cannot say (whether zero points are stored minus
-one, how large blocks are) and must agree with the tensors; otherwise config and weights are not of one model. It is in
-config.json, in its text_config, or in a file of its own.
+one, how large blocks are) and must agree with the tensors. It is in config.json, in its text_config, or in a file of
+its own.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ NOTHING = Said()
 
 
 class Stated:
-    """The whole config. Its lists are indexed once, because a model has tens of thousands of matrices and a config may
-    name each of them."""
+    """The whole config. Its lists are indexed once: a config may name each of tens of thousands of matrices."""
 
     def __init__(self, said: Mapping[str, Any], where: str) -> None:
         self.said, self.where = said, where
@@ -138,7 +137,7 @@ def read_stated(path: Path, config: Mapping[str, Any], files: Mapping[str, Mappi
                 raise UserError(f"The checkpoint {path}: {where} says {key} {a!r} and {other} says {b!r}: fetch both.")
     for place, said in stated:
         check_values(said, place)
-    merged = {**{k: v for _, said in reversed(stated) for k, v in said.items() if v is not None}}
+    merged = {k: v for _, said in reversed(stated) for k, v in said.items() if v is not None}
     if not merged.get("quant_method") and {"bits", "w_bit"} & merged.keys():
         merged["quant_method"] = "awq" if {"w_bit", "zero_point", "version"} & merged.keys() else "gptq"
     _refuse_unread(path, Stated(merged, where))
@@ -146,8 +145,8 @@ def read_stated(path: Path, config: Mapping[str, Any], files: Mapping[str, Mappi
 
 
 def check_values(said: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a value whose type or size its key has in no dialect. Unknown methods are skipped: they may
-    use keys otherwise (EXL2 has fractions of bits), and are refused by name later."""
+    """Raise UserError for values of a wrong type or size. Unknown methods are skipped: they are refused by name later,
+    and may use keys otherwise."""
     method = text(said, "quant_method", where).lower()
     if method and not method.startswith(tuple(_DIALECTS)):
         return
