@@ -26,10 +26,10 @@ from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.tensors import file_tensor_shapes
 from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.operate.bench.shapes import TARGET_FILES
-from sparkdraft.operate.instrument import watching
 from sparkdraft.weights.loader import Loader
 from tests.kernels.ahead_of_time import GPUS, captured_launches, empty
 from tests.kernels.triton_device import INTERPRET
+from tests.kernels.watching import watching
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="launches are counted as they are compiled")
 

@@ -1,7 +1,7 @@
-"""Runs a model on this machine and reports which kernels ran: every claim about the engine is backed by a launch.
+"""Runs a model on this machine and reports how: what the engine says of itself is compared with what ran.
 
-The model is loaded as every command loads it. The doctor's own requests then run: their replays and launches are
-counted, and the kernels of another request are recorded layer by layer (operate/instrument.py).
+The model is loaded as every command loads it. Then the doctor's own requests run, and their replays and launches are
+counted.
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from sparkdraft.cache.formats import kv_format
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import Batch, Fact, Fallback, Request, SamplingParams, UserError
-from sparkdraft.drafters.base import Anchors, Pick, Score
+from sparkdraft.core import Fact, Fallback, Request, SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.facts import facts, formats
+from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import load
-from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.operate.doctor.finding import Finding, Status
 from sparkdraft.operate.forecast.rates import wait
-from sparkdraft.operate.instrument import ENDS, Watch, listed, replaced, watching
-from sparkdraft.plan.resolve import Plan
+from sparkdraft.operate.instrument import replaced
 from sparkdraft.speculation.stats import SpecStats
 from sparkdraft.util.progress import Meter
 
-PART, KERNELS = "engine", "kernels by layer"
+PART = "engine"
 # What measures tiles, by the name of the fact. Files of tiles are tuned/sm_*.json in the cache folder.
 TUNE = {
     "matrix tiles": "sparkdraft tune, with this --model",
@@ -47,8 +43,6 @@ def examine_engine(config: EngineConfig, bandwidth: float, meter: Meter) -> list
         engine = _load(config, meter)
         meter.stage("running a request")
         counted = run_counted(engine)
-        prompt, row = run_watched(engine)
-        drafts = run_drafter_watched(engine)
     except UserError as error:
         return [Finding(PART, "model", f"it cannot run here: {error}", Status.BROKEN)]
     except Exception as error:  # whatever it is, a person must see it as a finding and not as a traceback
@@ -56,8 +50,7 @@ def examine_engine(config: EngineConfig, bandwidth: float, meter: Meter) -> list
         advice = "this is a fault of the installation or of the engine: send this report (--json) with an issue"
         value = f"it fails with {type(error).__name__}: {first}"
         return [Finding(PART, "model", value, Status.BROKEN, advice)]
-    return [*_plan(engine), *judge_facts(facts(engine), counted.proofs(engine)), *_speed(engine, counted, bandwidth),
-            *_kernels(engine, prompt, row), *_drafter(engine, drafts)]  # fmt: skip
+    return [*_plan(engine), *judge_facts(facts(engine), counted.proofs(engine)), _speed(engine, counted, bandwidth)]
 
 
 def _load(config: EngineConfig, meter: Meter) -> Engine:
@@ -91,6 +84,7 @@ def _fallback(each: Fallback) -> Finding:
 
 
 def judge_facts(found: list[Fact], proofs: dict[str, str]) -> list[Finding]:
+    """proofs: what ran and shows it, by the name of the fact."""
     return [_judge_fact(fact, proofs.get(fact.name, "")) for fact in found]
 
 
@@ -107,7 +101,7 @@ def _judge_fact(fact: Fact, proof: str) -> Finding:
     return Finding(PART, fact.name, value, status, advice, proof)
 
 
-def _speed(engine: Engine, counted: Counted, bandwidth: float) -> list[Finding]:
+def _speed(engine: Engine, counted: Counted, bandwidth: float) -> Finding:
     """Compare a plain step of one request with the time to read its weights."""
     seconds = median(counted.seconds[3:])
     value = f"a token without drafts takes {seconds * 1e3:.1f} ms"
@@ -116,85 +110,12 @@ def _speed(engine: Engine, counted: Counted, bandwidth: float) -> list[Finding]:
         value += (
             f"; reading its {size / 1e6:.0f} MB of weights at the measured bandwidth takes {size / bandwidth * 1e3:.1f}"
         )
-    return [Finding(PART, "speed", value, proof=f"{len(counted.seconds)} steps ran")]
-
-
-def _kernels(engine: Engine, prompt: Watch, row: Watch) -> list[Finding]:
-    """Report equal layers that ran alike as one finding."""
-    model, groups = engine.runner.model, dict[Any, list[int]]()
-    for number, (spec, layer) in enumerate(zip(model.config.layers, model.layers, strict=True)):
-        what = f"{describe(spec, engine.plan)}; weights {formats(layer.matrices)}"
-        groups.setdefault((what, row.of(number), prompt.of(number)), []).append(number)
-    found = [_layer(f"layers {runs(at)}", *key) for key, at in groups.items()]
-    ends = f"embedding, final norm, head of {model.config.vocab_size:,} ids; weights {formats([model.head])}"
-    return [*found, _layer("ends", ends, row.of(ENDS), prompt.of(ENDS))]
-
-
-def _drafter(engine: Engine, drafts: Watch | None) -> list[Finding]:
-    proposer, groups = engine.drafting.proposer, dict[Any, list[int]]()
-    if drafts is None or not proposer:
-        return []
-    layers: Any = getattr(proposer.drafter, "layers", ())
-    for number, (spec, layer) in enumerate(zip(proposer.drafter.caps.kv, layers, strict=True)):
-        what = f"{attention(spec, 'exact')}; weights {formats(layer.matrices)}"
-        groups.setdefault((what, drafts.of(number)), []).append(number)
-    return [_layer(f"drafter's layers {runs(at)}", what, ran, ran, "a block") for (what, ran), at in groups.items()]
-
-
-def _layer(name: str, what: str, row: Any, prompt: Any, rows: str = "one row") -> Finding:
-    if not row:
-        advice = "no kernel was seen: send this report with an issue"
-        return Finding(KERNELS, name, what, Status.CHANGE, advice)
-    proof = f"{rows} ran {listed(row)}"
-    proof += "" if row == prompt else f"; a prompt ran {listed(prompt)}"
-    return Finding(KERNELS, name, what, proof=proof)
-
-
-# ---- layers in words
-
-
-def describe(spec: LayerSpec, plan: Plan) -> str:
-    return f"{_mixer(spec.mixer, plan)}; {_mlp(spec.mlp)}"
-
-
-def _mixer(spec: AttentionSpec | RecurrentSpec, plan: Plan) -> str:
-    if isinstance(spec, RecurrentSpec):
-        return f"delta rule of {spec.num_value_heads} heads, {spec.key_dim} x {spec.value_dim}"
-    is_slid = spec.window in {window.window for window in plan.windows}
-    return attention(spec, kv_format(plan.kv).in_windows if is_slid else plan.kv)
-
-
-def attention(spec: AttentionSpec, kv: str) -> str:
-    """kv: format of its keys and values."""
-    parts = [f"attention of {spec.num_heads} heads over {spec.num_kv_heads}, head dim {spec.head_dim}, K/V {kv}"]
-    parts += ["in both directions"] * (not spec.causal)
-    parts += [f"window {spec.window}"] * bool(spec.window)
-    parts += [f"reads the K/V of layer {spec.kv_from}"] * (spec.kv_from is not None)
-    parts += ["sinks"] * spec.sinks + ["gated"] * spec.gated
-    return ", ".join(parts)
-
-
-def _mlp(spec: DenseSpec | ExpertsSpec) -> str:
-    if isinstance(spec, ExpertsSpec):
-        shared = f" and a shared one of {spec.shared_size}" if spec.shared_size else ""
-        return f"{spec.top_k} of {spec.num_experts} experts of {spec.intermediate_size}{shared}"
-    return f"MLP of {spec.intermediate_size}"
-
-
-def runs(numbers: Sequence[int]) -> str:
-    """Format [0, 1, 2, 3, 5] as "0-3, 5"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return Finding(PART, "speed", value, proof=f"{len(counted.seconds)} steps ran")
 
 
 # ---- the doctor's own requests
 
-PROMPT = 40  # rows of the prompt
+PROMPT = 40  # tokens of the prompt
 STEPS = 12  # that are counted
 
 
@@ -269,51 +190,6 @@ def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
         stand_ins.append((overlap, "launch", counted_launch))
     with replaced(*stand_ins):
         yield
-
-
-def run_watched(engine: Engine) -> tuple[Watch, Watch]:
-    """Return the kernels of a prompt's step and of a decode step: those of the target, not of sampling or drafting."""
-    runner, run, seen = engine.runner, engine.runner.run, list[Watch]()
-
-    def watched(batch: Batch) -> Tensor:
-        with watching(runner.model, engine.plan.kernels) as watch:
-            logits = run(batch)
-        seen.append(watch)
-        return logits
-
-    with replaced((runner, "run", watched), (runner, "graphs", None), (engine, "overlap", None)):
-        name = engine.add(_ids(engine), SamplingParams(8, num_draft=0, ignore_eos=True))
-        engine.step()
-        engine.step()
-        _end(engine, name)
-    return seen[0], seen[1]
-
-
-def run_drafter_watched(engine: Engine) -> Watch | None:
-    """Return the kernels of a drafter's pass; None if no drafter is made of layers."""
-    proposer, seen = engine.drafting.proposer, list[Watch]()
-    if not proposer or not hasattr(proposer.drafter, "layers"):
-        return None
-    drafter: Any = proposer.drafter
-    propose = drafter.propose
-
-    def watched(anchors: Anchors, depth: int, pick: Pick) -> Tensor:
-        def watched_pick(score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
-            with watching(drafter, engine.plan.kernels) as watch:
-                score(False)  # once more than the recording, which launches nothing that could be seen
-            seen.append(watch)
-            return pick(score, each, drafted, ids)
-
-        drafts: Tensor = propose(anchors, depth, watched_pick)
-        return drafts
-
-    with replaced((drafter, "propose", watched), (engine, "overlap", None)):
-        name = engine.add(_ids(engine), SamplingParams(64, num_draft=engine.drafting.max_depth, ignore_eos=True))
-        for _ in range(4):  # the first reads the prompt, and another may draft from the text
-            if not seen:
-                engine.step()
-        _end(engine, name)
-    return seen[0] if seen else Watch()
 
 
 def _end(engine: Engine, name: str) -> None:

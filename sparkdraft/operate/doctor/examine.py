@@ -1,7 +1,4 @@
-"""Runs the doctor's checks in order: software, cores, GPU, memory, cache, then the engine.
-
-The engine is not started if torch cannot be imported or a compiled library is cut short.
-"""
+"""Runs the doctor's checks in order: software, cores, GPU, memory, then the engine, unless something is broken."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ from sparkdraft.operate.doctor.machine import (
     Measured,
     count_others,
     judge_bandwidth,
-    judge_cache,
     judge_cores,
     judge_disk,
-    judge_downloads,
     judge_gpu,
     judge_load,
     judge_memory,
@@ -35,7 +30,6 @@ from sparkdraft.operate.doctor.machine import (
 from sparkdraft.operate.forecast import machine
 from sparkdraft.util.progress import Meter
 from sparkdraft.util.this_machine import OtherPrograms
-from sparkdraft.weights.hub import cache_dir
 
 ROOM = {"cpu": 2 * GIB, "cuda": 16 * GIB}  # free memory that measuring the bandwidth needs, with room to spare
 
@@ -48,26 +42,21 @@ def examine(config: EngineConfig, meter: Meter) -> Report:
     gpus, problem = read_gpus()
     cuda = None if torch.problem or config.device == "cpu" else read_cuda()
     device = "cuda" if cuda else "cpu"
-    found = [*software.judge_versions()]
+    found = [software.versions()]
     driver = gpus[0].driver if gpus else ""
     found += software.judge_torch(
         torch, len(gpus) * (config.device != "cpu"), driver, cuda.capability if cuda else None
     )
     found += [software.judge_triton(*software.read_triton(), device), *software.judge_c_compiler(device)]
-    cached = [*judge_cache(cache_dir()), *judge_downloads(config.model)]
-    loadable = not any(each.name == "compiled CPU kernels" for each in cached)
-    found += software.judge_native(device) if loadable and not torch.problem else []
+    found += software.judge_native(device) if not torch.problem else []
     found += [*software.judge_environment(os.environ, device), *judge_cores(cores, device)]
     bandwidth, at = 0.0, len(found)
     if not torch.problem:
         meter.stage("measuring the bandwidth")
         measured, bandwidth = _bandwidth(cores, cuda, problem, others)
         found += measured
-    found += [*judge_memory(read_memory(), cuda.memory if cuda else None), judge_disk(*read_disk()), *cached]
-    if not loadable:
-        advice = "see the cache: a library that was cut short would end the process"
-        found.append(Finding("engine", "model", "not started", Status.NOTE, advice))
-    elif all(each.status < Status.BROKEN for each in found):
+    found += [*judge_memory(read_memory(), cuda.memory if cuda else None), judge_disk(*read_disk())]
+    if all(each.status < Status.BROKEN for each in found):
         from sparkdraft.operate.doctor.engine import examine_engine
 
         found += examine_engine(config, bandwidth, meter)

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 
 from sparkdraft import __version__
 from sparkdraft.operate.doctor.finding import Finding, Status
@@ -148,29 +148,9 @@ def judge_native(device: str) -> list[Finding]:
 # ---- the rest
 
 
-def judge_versions() -> list[Finding]:
-    """Check the versions of this package, Python and the packages it needs."""
-    found = [Finding(PART, "sparkdraft", f"{__version__}, Python {platform.python_version()}, {_system()}")]
-    try:
-        needed = metadata.requires("sparkdraft") or []
-    except metadata.PackageNotFoundError:
-        value = "this is a folder, not an installed package: versions of other packages are not compared"
-        return [*found, Finding(PART, "packages", value, Status.NOTE)]
-    for text in needed:
-        parsed = re.match(r"([\w.-]+)>=([\d.]+)\s*$", text)  # no extras
-        if not parsed or parsed[1] == "torch":
-            continue
-        name, least = parsed.groups()
-        try:
-            have = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found.append(Finding(PART, name, "not installed", Status.BROKEN, f"pip install '{name}>={least}'"))
-            continue
-        if _numbers(have) < _numbers(least):
-            found.append(
-                Finding(PART, name, f"{have}, older than {least}", Status.CHANGE, f"pip install '{name}>={least}'")
-            )
-    return found
+def versions() -> Finding:
+    system = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    return Finding(PART, "sparkdraft", f"{__version__}, Python {platform.python_version()}, {system}")
 
 
 def judge_environment(environment: Mapping[str, str], device: str) -> list[Finding]:
@@ -179,14 +159,7 @@ def judge_environment(environment: Mapping[str, str], device: str) -> list[Findi
         if environment.get(name, "0") not in ("", "0"):
             value = f"it is {environment[name]}: {effect}"
             found.append(Finding(PART, name, value, Status.CHANGE, f"unset {name}"))
-    if device == "cpu" and "SPARKDRAFT_PLAIN" in environment.get("SPARKDRAFT_CXXFLAGS", ""):
-        value = "the CPU kernels are compiled without vector instructions"
-        found.append(Finding(PART, "SPARKDRAFT_CXXFLAGS", value, Status.CHANGE, "unset SPARKDRAFT_CXXFLAGS"))
     return found
-
-
-def _system() -> str:
-    return f"{platform.system()} {platform.release()} on {platform.machine()}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from sparkdraft.core import Fact
-from sparkdraft.kernels.native import build
 from sparkdraft.operate.doctor import software
 from sparkdraft.operate.doctor.engine import TUNE, judge_facts
 from sparkdraft.operate.doctor.finding import Finding, Report, Status, without_paths
@@ -23,10 +21,8 @@ from sparkdraft.operate.doctor.machine import (
     Memory,
     count_others,
     judge_bandwidth,
-    judge_cache,
     judge_cores,
     judge_disk,
-    judge_downloads,
     judge_gpu,
     judge_memory,
     read_gpus,
@@ -34,7 +30,6 @@ from sparkdraft.operate.doctor.machine import (
 )
 from sparkdraft.operate.doctor.software import Torch
 from sparkdraft.operate.forecast.machine import describing
-from sparkdraft.weights import hub
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -118,14 +113,6 @@ def test_variables_that_slow_all_down() -> None:
     assert [(each.name, each.status, each.advice) for each in found] == [
         ("TRITON_INTERPRET", Status.CHANGE, "unset TRITON_INTERPRET")
     ]
-
-
-def test_an_old_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = ["torch>=2.11", "numpy>=999.0", "no-such-thing>=1.0", "rich>=1.0", 'pytest>=8; extra == "dev"']
-    monkeypatch.setattr(software.metadata, "requires", lambda _: needs)
-    found = software.judge_versions()
-    assert the(found, "numpy").status == Status.CHANGE and the(found, "numpy").advice == "pip install 'numpy>=999.0'"
-    assert the(found, "no-such-thing").status == Status.BROKEN and len(found) == 3
 
 
 # ---- the GPU
@@ -265,72 +252,6 @@ def test_a_control_group_that_gives_less_time_than_threads_take() -> None:
     assert fine(judge_cores(Cores("a CPU", 8, 0), "cpu"))
     found = the(judge_cores(Cores("a CPU", 8, 2.5), "cpu"), "time")
     assert found.status == Status.CHANGE and "--threads 2" in found.advice
-
-
-# ---- the cache
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPARKDRAFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def put(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-def test_a_cache_in_order(cache: Path) -> None:
-    assert "does not exist yet" in judge_cache(cache)[0].value
-    put(cache / "tuned" / "sm_90.json", b"{}")
-    (found,) = judge_cache(cache)
-    assert found.status == Status.FINE and "nothing in it is damaged" in found.value
-
-
-def test_a_half_written_model_and_a_damaged_one(cache: Path, smollm2_path: Path) -> None:
-    whole = smollm2_path.read_bytes() if smollm2_path.is_file() else b""
-    put(hub.path_of("smollm2"), whole[:5_000_000])
-    found = the(judge_cache(cache), "smollm2")
-    assert found.status == Status.CHANGE and "half-written: 5,000,000 of 98,362,432 bytes" in found.value
-    assert found.advice == "`sparkdraft pull smollm2` fetches it again"
-    put(hub.path_of("smollm2"), whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "damaged: its hash" in the(judge_cache(cache), "smollm2").value
-
-
-def test_a_library_that_was_cut_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as outside:
-        outside.delenv("SPARKDRAFT_CACHE")
-        whole = build.library().read_bytes()
-    kept = put(cache / "native" / "kernels-a.so", whole)
-    assert judge_cache(cache)[0].status == Status.FINE
-    for size in (len(whole) - 1, len(whole) // 2, 3):
-        put(kept, whole[:size])
-        found = the(judge_cache(cache), "compiled CPU kernels")
-        assert found.status == Status.CHANGE and found.advice.startswith(f"delete {kept}")
-
-
-def test_measured_tiles_that_are_no_json_and_what_was_left_over(cache: Path) -> None:
-    path = put(cache / "tuned" / "sm_90.json", b'{"few_rows": {')
-    found = the(judge_cache(cache), "measured on this machine")
-    assert found.status == Status.CHANGE and found.advice == f"delete {path}, and measure again"
-    path.unlink()
-    put(cache / "models" / "fetch-abc" / "part.gguf", bytes(2_000_000))
-    assert judge_cache(cache)[0].status == Status.FINE, "somebody may be fetching it now"
-    old = time.time() - 7200
-    os.utime(cache / "models" / "fetch-abc", (old, old))
-    left = the(judge_cache(cache), "left over")
-    assert left.status == Status.NOTE and "models/fetch-abc" in left.value and "2 MB" in left.value
-
-
-def test_a_download_that_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert judge_downloads("Qwen/Qwen3-8B") == []
-    put(tmp_path / "models--Qwen--Qwen3-8B" / "blobs" / "abc.incomplete", bytes(3_000_000))
-    (found,) = judge_downloads("Qwen/Qwen3-8B")
-    assert found.status == Status.CHANGE and "one file is half-written (3 MB so far)" in found.value
-    assert found.advice == "`sparkdraft pull Qwen/Qwen3-8B` continues it" and judge_downloads("smollm2") == []
 
 
 # ---- the engine's facts, and the report
