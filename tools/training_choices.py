@@ -36,10 +36,8 @@ from sparkdraft.train.target import Target, load_target
 TEXTS = Path(__file__).with_name("responses.npz")
 CHOICES: dict[str, dict[str, Any]] = {
     "3 layers, D-PACE": {},
-    "decay instead of D-PACE": {"weights": "decay"},
     "soft labels 1": {"soft": 1.0},
     "soft labels 0.5": {"soft": 0.5},
-    "AdamW": {"optimizer": "adamw"},
     "2 layers": {"layers": 2},
     "4 layers": {"layers": 4},
     "5 layers": {"layers": 5},

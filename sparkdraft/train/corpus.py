@@ -8,8 +8,7 @@
 A document is a prompt and its answer, or a whole conversation with several answers. Tokens are memory-mapped and never
 all in memory. The files of the last shard grow as documents come: tokens are appended, then the turns and at last the
 table are replaced as a whole. What the table does not name does not count. So whatever ends a writer, every document of
-the last table is there. A folder of version 1 is read, and grows in shards of this version. One process writes to a
-folder at a time.
+the last table is there. One process writes to a folder at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from sparkdraft.core import UserError
 from sparkdraft.train.process import alone_in
 
 VERSION = 2
-OLDER = (1,)  # versions that are read too: documents of one answer each, no file of turns, no field for their number
 INFO = "corpus.json"
 TOKENS, TURNS, DOCUMENTS = ".tokens", ".turns.npy", ".documents.npy"
 SHARD_TOKENS = 16_000_000
@@ -52,7 +50,6 @@ RECORD = np.dtype(
         ("temperature", "<f4"),
     ]
 )
-FIRST_RECORD = np.dtype([field for field in RECORD.descr if field[0] != "turns"])  # of version 1
 Span = tuple[int, int]  # of an answer: its first id, and the first after it
 
 
@@ -69,7 +66,6 @@ class CorpusInfo:
     target: str  # the model that wrote the responses, as the user named it
     vocab_size: int
     kinds: tuple[str, ...]  # class names; a document's kind is an index into them
-    version: int = VERSION
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -83,15 +79,15 @@ class CorpusInfo:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             version = int(stored["version"])
-            info = CorpusInfo(str(stored["target"]), int(stored["vocab_size"]), tuple(stored["kinds"]), version)
+            info = CorpusInfo(str(stored["target"]), int(stored["vocab_size"]), tuple(stored["kinds"]))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{path} cannot be read ({error}): make the corpus again.") from error
-        if version not in (VERSION, *OLDER):
+        if version != VERSION:
             raise UserError(f"{path} is of version {version}, this program reads {VERSION}: make the corpus again.")
         return info
 
     def as_json(self) -> bytes:
-        stored = {"version": self.version, "target": self.target, "vocab_size": self.vocab_size}
+        stored = {"version": VERSION, "target": self.target, "vocab_size": self.vocab_size}
         return (json.dumps(stored | {"kinds": list(self.kinds)}, indent=1) + "\n").encode()
 
 
@@ -106,9 +102,8 @@ class Corpus:
         names = _shards(self.folder)
         if not names:
             raise UserError(f"The corpus {self.folder} has no complete shard: make it with `sparkdraft train data`.")
-        stored = [_read_table(self.folder / (name + DOCUMENTS)) for name in names]
-        spans = [_read_turns(self.folder / (name + TURNS), table) for name, table in zip(names, stored, strict=True)]
-        tables = [_with_turns(table) for table in stored]
+        tables = [_read_table(self.folder / (name + DOCUMENTS)) for name in names]
+        spans = [_read_turns(self.folder / (name + TURNS), table) for name, table in zip(names, tables, strict=True)]
         self._tokens = [
             _map(self.folder / (name + TOKENS), table, self.info) for name, table in zip(names, tables, strict=True)
         ]
@@ -227,7 +222,7 @@ class CorpusWriter:
                     f"{info.target} ({info.vocab_size}): name another folder."
                 )
             more = tuple(k for k in info.kinds if k not in old.kinds)
-            info = replace(old, kinds=old.kinds + more, version=VERSION)
+            info = replace(old, kinds=old.kinds + more)
             if info == old:
                 return old
         if len(info.kinds) > MOST_KINDS:
@@ -296,25 +291,13 @@ def _read_table(path: Path) -> npt.NDArray[Any]:
         table: npt.NDArray[Any] = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} cannot be read ({error}): delete this shard, or make the corpus again.") from error
-    if table.dtype not in (RECORD, FIRST_RECORD) or table.ndim != 1:
+    if table.dtype != RECORD or table.ndim != 1:
         raise UserError(f"{path} is not a table of documents: delete this shard, or make the corpus again.")
     return table
 
 
-def _with_turns(table: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The table as this version writes it."""
-    if table.dtype == RECORD:
-        return table
-    whole = np.ones(len(table), RECORD)  # one answer in each document
-    for field in FIRST_RECORD.names or ():
-        whole[field] = table[field]
-    return whole
-
-
 def _read_turns(path: Path, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The answers that the table names: there may be more, of documents that were cut off while writing."""
-    if table.dtype == FIRST_RECORD:
-        return np.stack((table["num_prompt"], table["length"]), axis=1)
     count = int(table["turns"].sum(dtype=np.int64))
     try:
         turns: npt.NDArray[Any] = np.load(path, allow_pickle=False)

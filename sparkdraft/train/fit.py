@@ -31,16 +31,15 @@ from sparkdraft.train.loss import Labels, LossOptions, LossReport, draft_loss
 from sparkdraft.train.memory import fit_in
 from sparkdraft.train.model import WIDEST, DraftModel
 from sparkdraft.train.optimizer import Optimizer
-from sparkdraft.train.process import Signals, Stop, Stopped, stop_signals
+from sparkdraft.train.process import Stop, stop_signals
 from sparkdraft.train.run import Run, RunInfo, State
-from sparkdraft.train.settings import FitSettings
+from sparkdraft.train.settings import MUON_LR, FitSettings
 from sparkdraft.train.target import Features, Target, load_target
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
 from sparkdraft.weights.loader import Progress
 
 REPORT = 50  # steps between two lines of the log; a checkpoint has a line of its own
-CLIP = 1.0  # norm to which AdamW's gradients are clipped; Muon's steps do not depend on the gradient's size
 EAGER = 3  # steps of a shape before its CUDA graph is captured
 DOCUMENTS = 64  # batches are padded to a multiple of this number of documents: the target's attention visits them all
 
@@ -68,33 +67,23 @@ class Trainer:
             self.model.norm.weight.copy_(target.decoder.norm.gain)
         if settings.init:
             self.model.begin_from(trained_weights(settings.init))
-        self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)
-        self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
+        self.optimizer = Optimizer(self.model, settings.lr or MUON_LR, settings.vector_lr)
+        self.options = LossOptions(settings.alpha, settings.soft)
         self.meter = Meter(max(settings.all_widths), target.device)
         self.fresh = True  # until the first step has measured the size of the hidden states
-        self.signals: Signals | None = None  # may end a step in the middle; None: steps are always finished
         self.learn = self._learn if target.device.type == "cpu" else StepGraphs(self._learn, target.device)
 
     def step(self, number: int) -> None:
-        """Run one training step. Raises Stopped if it was given up, with the state as it was before."""
-        cursor = self.batches.cursor
         self.optimizer.set_rate(self.settings.rate(number))
-        try:
-            self.learn(self.batches.take(number))
-        except Stopped:
-            self.batches.cursor = cursor
-            raise
+        self.learn(self.batches.take(number))
 
     def _learn(self, batch: TrainBatch) -> None:
-        with self.signals.give_up() if self.signals else nullcontext():
-            aux_hidden, teacher = self.features(batch)
-            if self.fresh:
-                self.model.scale_aux(aux_hidden, keep=bool(self.settings.init))
-                self.fresh = False
-            report = self.loss(batch, aux_hidden, teacher)
-            report.loss.backward()  # type: ignore[no-untyped-call]
-        if self.settings.optimizer == "adamw":
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=True)
+        aux_hidden, teacher = self.features(batch)
+        if self.fresh:
+            self.model.scale_aux(aux_hidden, keep=bool(self.settings.init))
+            self.fresh = False
+        report = self.loss(batch, aux_hidden, teacher)
+        report.loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.meter.add(report, batch)
 
@@ -304,8 +293,6 @@ def fit(
             step, before = state.step, state.seconds
         run.rewind_log(step)
         with stop_signals() as signals, stream_of(target.device):
-            if target.device.type == "cpu":  # a step may take a minute there; on a GPU it is one graph
-                trainer.signals = signals
             begin(step, before)
             return train(trainer, run, step, before, every, report, lambda: signals() or stopped(), done)
 
@@ -316,16 +303,13 @@ def train(
 ) -> int:  # fmt: skip
     """Train from 'step' on, after 'before' seconds of training. Returns the step reached, which has a checkpoint unless
     it is 0."""
-    steps, begin, stop, saved = trainer.settings.steps, time.perf_counter(), False, step
+    steps, begin, stop, saved = trainer.settings.steps, time.perf_counter(), asked_to_stop(), step
     while step < steps and not stop:
-        try:
-            trainer.step(step)
-            step += 1
-            done(step)
-            # asked once per step: a signal that comes while the host waits for the device counts for the next step
-            stop = asked_to_stop()
-        except Stopped:
-            stop = True
+        trainer.step(step)
+        step += 1
+        done(step)
+        # asked once per step: a signal that comes while the host waits for the device counts for the next step
+        stop = asked_to_stop()
         due = stop or step == steps or step % every == 0
         if not (due or step % REPORT == 0):
             continue

@@ -1,7 +1,7 @@
 """The loss of every draft position over the target's frozen head: cross-entropy, weighted by what a position is worth.
 
-A drafted token counts only if all before it in its block are right, so later positions have smaller weights: by a fixed
-decay, or (D-PACE) by the drafter's own probabilities of the labels before them. The plain form defines the loss. A CPU
+A drafted token counts only if all before it in its block are right, so later positions have smaller weights, by the
+drafter's own probabilities of the labels before them (D-PACE). The plain form defines the loss. A CPU
 runs it over a few blocks at a time, and again on the way back, so that few logits are in memory. A GPU goes through the
 vocabulary chunk by chunk and computes the gradient on the way (train/kernels/draft_loss.py).
 """
@@ -16,30 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparkdraft.core import UserError
 from sparkdraft.train.memory import CHUNK_ROWS, CPU_CHUNK_ROWS
 
 if TYPE_CHECKING:
     from sparkdraft.train.kernels.draft_loss import Targets
 
 
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
-
-
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    weights: str = "dpace"  # or "decay"
-    decay: float = 7.0  # for "decay": position k has the weight exp(-(k - 1) / decay)
-    alpha: float = 0.5  # for "dpace": 0 uses the drafter's probabilities, 1 treats every draft as accepted
-    soft: float = 0.0  # share of the target's own distribution in the label, for rows that have one
-
-    def __post_init__(self) -> None:
-        _require(self.weights in ("dpace", "decay"), f"weights is '{self.weights}'; it must be 'dpace' or 'decay'")
-        _require(self.decay > 0, f"decay is {self.decay}; it must be above 0")
-        _require(0 <= self.alpha <= 1, f"alpha is {self.alpha}; it must be between 0 and 1")
-        _require(0 <= self.soft <= 1, f"soft is {self.soft}; it must be between 0 and 1")
+    alpha: float = 0.5  # 0 uses the drafter's probabilities, 1 treats every draft as accepted
+    soft: float = 0.0  # share of the target's own distribution in the label, for tokens that have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +81,10 @@ def draft_loss(
 def position_weights(probability: Tensor, labelled: Tensor, options: LossOptions) -> Tensor:
     """The weight of each position, [blocks, width - 1], from the drafter's probability of its label.
 
-    D-PACE: the expected number of accepted drafts is the sum over m of c_m, the probability that drafts 1 .. m are all
-    right; position j is part of c_j and all after it. A position without a label ends its block: every c from there is
+    The expected number of accepted drafts is the sum over m of c_m, the probability that drafts 1 .. m are all right;
+    position j is part of c_j and all after it. A position without a label ends its block: every c from there is
     0.
     """
-    if options.weights == "decay":
-        position = torch.arange(probability.shape[1], dtype=probability.dtype, device=probability.device)
-        return torch.exp(-position / options.decay) * labelled
     kept = (options.alpha + (1 - options.alpha) * probability) * labelled
     return kept.cumprod(1).flip(1).cumsum(1).flip(1)
 

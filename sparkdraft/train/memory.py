@@ -39,7 +39,7 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
     aux_layers = len(settings.aux_layers) or min(5, target.num_layers)
     parameters = drafter.active_in_layers + aux_layers * hidden * hidden
     vocab = settings.vocab or target.vocab_size
-    copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients, one or two moments; all in float32
+    copies = 3  # weights, gradients, momentum; all in float32
     context = aux_layers * hidden * itemsize + drafter.layers[0].kv * itemsize * 9
     if settings.window or settings.init:  # rows are laid out again: copies and gradients of each layer
         context += LAID_OUT * drafter.layers[0].kv * settings.layers * (2 * itemsize + 4)

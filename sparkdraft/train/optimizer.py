@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, from Muon's authors
 ITERATIONS = 5
+MOMENTUM = 0.95
 
 
 def orthogonal(stack: Tensor) -> Tensor:
@@ -31,25 +32,25 @@ def orthogonal(stack: Tensor) -> Tensor:
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, kind: str, lr: float, vector_lr: float, momentum: float = 0.95) -> None:
-        """kind: "muon" or "adamw" for matrices, with 'lr'; vectors always use AdamW with 'vector_lr'."""
+    def __init__(self, model: nn.Module, lr: float, vector_lr: float) -> None:
+        """lr: of Muon. vector_lr: of AdamW."""
         named = dict(model.named_parameters())
-        matrices = {n: p for n, p in named.items() if p.dim() == 2}
-        vectors = {n: p for n, p in named.items() if p.dim() != 2}
-        self.momentum, self.peaks = momentum, {"matrices": lr, "vectors": vector_lr}
-        self.muon = matrices if kind == "muon" else {}
-        self.buffers = {n: torch.zeros_like(p) for n, p in self.muon.items()}
+        self.matrices = {n: p for n, p in named.items() if p.dim() == 2}
+        self.vectors = {n: p for n, p in named.items() if p.dim() != 2}
+        self.peaks = {"matrices": lr, "vectors": vector_lr}
+        self.buffers = {n: torch.zeros_like(p) for n, p in self.matrices.items()}
         device = next(iter(named.values())).device
-        # Rates are tensors, so that a recorded step reads what the caller set.
+        # Rates are tensors, so that a captured step reads what the caller set.
         self.rates = {name: torch.zeros((), device=device) for name in self.peaks}
-        groups = [{"params": [*vectors.values()], "lr": self.rates["vectors"]}]
-        self.adam_names = [*vectors]
-        if kind == "adamw":
-            groups.append({"params": [*matrices.values()], "lr": self.rates["matrices"]})
-            self.adam_names += matrices
         gpu = device.type == "cuda"
-        self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, capturable=gpu, foreach=gpu)
-        self.named = named
+        self.adam = torch.optim.AdamW(
+            [*self.vectors.values()],
+            self.rates["vectors"],
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            capturable=gpu,
+            foreach=gpu,
+        )
 
     def set_rate(self, share: float) -> None:
         """Set the share of the peak learning rates, for the steps that follow."""
@@ -60,38 +61,37 @@ class Optimizer:
         """One update; clears the gradients."""
         self.adam.step()
         self._muon_step()
-        for parameter in self.named.values():
+        for parameter in (*self.matrices.values(), *self.vectors.values()):
             parameter.grad = None
 
     @torch.no_grad()
     def _muon_step(self) -> None:
         shapes: dict[torch.Size, list[str]] = defaultdict(list)
-        for name, parameter in self.muon.items():
+        for name, parameter in self.matrices.items():
             if parameter.grad is not None:
                 shapes[parameter.shape].append(name)
         for shape, names in shapes.items():
-            grads = [g for n in names if (g := self.muon[n].grad) is not None]
+            grads = [g for n in names if (g := self.matrices[n].grad) is not None]
             buffers = [self.buffers[n] for n in names]
-            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
-            ahead = torch._foreach_lerp(grads, buffers, self.momentum)  # Nesterov
+            torch._foreach_lerp_(buffers, grads, 1 - MOMENTUM)
+            ahead = torch._foreach_lerp(grads, buffers, MOMENTUM)  # Nesterov
             size = self.rates["matrices"] * max(1.0, shape[0] / shape[1]) ** 0.5
             updates = orthogonal(torch.stack(list(ahead))) * size
-            torch._foreach_sub_([self.muon[n] for n in names], list(updates.unbind(0)))
+            torch._foreach_sub_([self.matrices[n] for n in names], list(updates.unbind(0)))
 
     # ---- the state as named tensors
 
     def state(self) -> dict[str, Tensor]:
         out = {f"muon.{n}": t for n, t in self.buffers.items()}
-        for name in self.adam_names:
-            for key, value in self.adam.state.get(self.named[name], {}).items():
+        for name, parameter in self.vectors.items():
+            for key, value in self.adam.state.get(parameter, {}).items():
                 out[f"adam.{key}.{name}"] = value
         return out
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, buffer in self.buffers.items():
             buffer.copy_(tensors[f"muon.{name}"])
-        for name in self.adam_names:
-            parameter = self.named[name]
+        for name, parameter in self.vectors.items():
             kept = {key: tensors.get(f"adam.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
             self.adam.state[parameter] = {
                 key: value.to(parameter.device).clone() for key, value in kept.items() if value is not None

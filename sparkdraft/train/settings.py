@@ -11,8 +11,7 @@ from typing import Any
 
 from sparkdraft.core import UserError
 
-OPTIMIZERS = {"muon": 0.02, "adamw": 1.5e-3}  # the learning rate of matrices if none is given
-WEIGHTS = ("dpace", "decay")
+MUON_LR = 0.02  # the learning rate of matrices if none is given
 NOT_NEGATIVE = ("intermediate", "window", "sinks", "vocab", "warmup", "seed", "lr", "vector_lr")
 MAY_CHANGE = ("steps",)  # settings that may change when a run is resumed: it may be made longer
 
@@ -44,24 +43,17 @@ class FitSettings:
     context: int = setting(16384, "tokens of text per step")
     block_rows: int = setting(49152, "tokens of all draft blocks of a step")
     longest: int = setting(8192, "longest document, in tokens; the rest of a longer one is left out")
-    optimizer: str = setting("muon", "optimizer of the matrices: muon or adamw")
-    lr: float = setting(0.0, "its learning rate (0: its default)")
+    lr: float = setting(0.0, f"learning rate of the matrices (0: {MUON_LR})")
     vector_lr: float = setting(2e-3, "learning rate of the norms")
     warmup: int = setting(100, "steps over which the rates rise")
     flat: float = setting(0.3, "share of the steps before the rates fall")
-    weights: str = setting("dpace", "weights of positions in the loss: dpace or decay")
-    decay: float = setting(7.0, "positions after which decay's weight has fallen to a third")
-    alpha: float = setting(0.5, "smoothing of dpace")
+    alpha: float = setting(0.5, "smoothing of the weights of positions in the loss")
     soft: float = setting(
         0.0, "share of the target's own distribution in the labels of sampled text (0: the text alone)"
     )
     seed: int = setting(0, "seed of order, anchors and first weights")
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise UserError(f"--optimizer is {self.optimizer}; it must be one of {', '.join(OPTIMIZERS)}")
-        if self.weights not in WEIGHTS:
-            raise UserError(f"--weights is {self.weights}; it must be one of {', '.join(WEIGHTS)}")
         if not 2 <= self.block <= 64:
             raise UserError(f"--block is {self.block}; it must be 2 to 64 rows, including the anchor")
         for least, names in ((1, ("layers", "steps", "context", "longest")), (0, NOT_NEGATIVE)):
@@ -80,16 +72,10 @@ class FitSettings:
         for name in ("soft", "alpha", "flat"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"--{name} is {getattr(self, name)}; it must be from 0 to 1")
-        if self.decay <= 0:
-            raise UserError(f"--decay is {self.decay}; it must be above 0")
 
     @property
     def all_widths(self) -> tuple[int, ...]:
         return self.widths or ((self.block, self.block // 2) if self.block >= 4 else (self.block,))
-
-    @property
-    def matrix_lr(self) -> float:
-        return self.lr or OPTIMIZERS[self.optimizer]
 
     def rate(self, step: int) -> float:
         """Share of the peak learning rates at a step: rising in the warm-up, flat, then falling linearly to zero."""

@@ -136,7 +136,7 @@ def test_real_sizes_give_the_same_bits_twice(width: int, each: int) -> None:
 
 # Draft loss
 
-OPTIONS = [LossOptions("decay"), LossOptions("dpace"), LossOptions("dpace", alpha=0.2, soft=0.6)]
+OPTIONS = [LossOptions(alpha=1.0), LossOptions(), LossOptions(alpha=0.2, soft=0.6)]
 
 
 def make_loss(

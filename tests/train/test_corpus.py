@@ -12,7 +12,7 @@ import pytest
 
 from sparkdraft.core import UserError
 from sparkdraft.train import corpus as corpus_module
-from sparkdraft.train.corpus import FIRST_RECORD, INFO, Corpus, CorpusInfo, CorpusWriter, Finish
+from sparkdraft.train.corpus import INFO, Corpus, CorpusInfo, CorpusWriter, Finish
 
 SMALL = CorpusInfo("tiny", 320, ("code", "self"))
 
@@ -110,29 +110,6 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     (tmp_path / "00000.documents.npy").write_bytes(b"no table")
     with pytest.raises(UserError, match="cannot be read"):
         Corpus(tmp_path)
-
-
-def test_a_corpus_of_the_first_version_is_read_and_grows(tmp_path: Path) -> None:
-    first, second = documents(9), documents(9, seed=1)
-    write(tmp_path, first, shard_tokens=1 << 20)
-    now = Corpus(tmp_path)
-    (tmp_path / "00000.turns.npy").unlink()  # as version 1 wrote it: no turns, and no field for their number
-    table = np.load(tmp_path / "00000.documents.npy")
-    old = np.empty(len(table), FIRST_RECORD)
-    for field in FIRST_RECORD.names or ():
-        old[field] = table[field]
-    np.save(tmp_path / "00000.documents.npy", old)
-    assert old.dtype.itemsize == 14
-    stored = json.loads((tmp_path / INFO).read_text())
-    (tmp_path / INFO).write_text(json.dumps(stored | {"version": 1}))
-    then = Corpus(tmp_path)
-    assert [then.ids(i).tolist() for i in range(9)] == first and then.info.version == 1
-    for name in ("num_prompt", "kind", "finish", "temperature", "spans", "first_span"):
-        assert getattr(then, name).tolist() == getattr(now, name).tolist(), name
-    write(tmp_path, second)
-    grown = Corpus(tmp_path)
-    assert [grown.ids(i).tolist() for i in range(18)] == first + second and grown.info.version == 2
-    assert grown.answers(3).tolist() == now.answers(3).tolist() and len(grown.spans) == 18
 
 
 def test_info_of_another_version_and_damaged_info(tmp_path: Path) -> None:

@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.core import UserError
 from sparkdraft.train import loss as loss_module
 from sparkdraft.train.loss import Labels, LossOptions, draft_loss
 
 BLOCKS, POSITIONS, DIM, VOCAB, TOKENS = 4, 3, 5, 11, 6
 OPTIONS = [
-    LossOptions("decay", decay=2.0),
-    LossOptions("dpace"),
-    LossOptions("dpace", alpha=0.1, soft=0.4),
-    LossOptions("decay", soft=1.0),
+    LossOptions(),
+    LossOptions(alpha=0.1, soft=0.4),
+    LossOptions(alpha=1.0, soft=1.0),
 ]
 
 
@@ -69,10 +67,7 @@ def slow(
             slope[b, i] = torch.tensor(p) - torch.tensor(target)
         weight = []
         for j in range(len(block)):
-            if options.weights == "dpace":
-                weight.append(sum(math.prod(kept[: m + 1]) for m in range(j, len(block))))
-            else:
-                weight.append(math.exp(-j / options.decay) if labels.ids[b, j] >= 0 else 0.0)
+            weight.append(sum(math.prod(kept[: m + 1]) for m in range(j, len(block))))
         entropies.append(entropy)
         weights.append(weight)
         hits.append(hit)
@@ -102,9 +97,9 @@ def test_values_and_gradient(
 
 
 def test_the_gradient_is_that_of_differences() -> None:
-    """Where weights do not depend on the logits ("decay"), differences of the loss itself are the gradient."""
+    """Where weights do not depend on the logits (alpha 1), differences of the loss itself are the gradient."""
     hidden, head, labels = make()
-    options = LossOptions("decay", decay=2.0, soft=0.3)
+    options = LossOptions(alpha=1.0, soft=0.3)
     assert torch.autograd.gradcheck(lambda x: draft_loss(x, head, labels, options).loss, hidden)
 
 
@@ -135,17 +130,3 @@ def test_an_empty_batch(options: LossOptions) -> None:
     report = draft_loss(none, head, Labels(labels.ids[:0]), options)
     report.loss.backward()
     assert report.loss.item() == 0 and report.correct.shape == (0, POSITIONS)
-
-
-@pytest.mark.parametrize(
-    "values, word",
-    [
-        ({"weights": "linear"}, "weights"),
-        ({"decay": 0.0}, "decay"),
-        ({"alpha": 1.5}, "alpha"),
-        ({"soft": -0.1}, "soft"),
-    ],
-)
-def test_options_are_checked(values: dict[str, object], word: str) -> None:
-    with pytest.raises(UserError, match=word):
-        LossOptions(**values)
