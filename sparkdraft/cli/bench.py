@@ -17,7 +17,7 @@ from sparkdraft.cli.bench_offline import numbers
 from sparkdraft.cli.options import add_engine_flags, check_least, engine_options, load_llm, temperature_list
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
-from sparkdraft.util.progress import SELDOM, progress
+from sparkdraft.util.progress import progress
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
@@ -31,11 +31,10 @@ EXAMPLES = """examples:
   sparkdraft bench offline --shape qwen3-8b --drafter-shape dflash-5x --synthetic-acceptance 6.5     (and drafts)
   sparkdraft bench offline --shape gpt-oss-20b --drafter-shape gpt-oss-20b-dflash --synthetic-acceptance 4.3
   sparkdraft bench accept --per-class 2 --temperature 0,1 --context 0,1024
-  sparkdraft bench accept --per-class 0 --speed                                (plain against drafted, one stream)
-  sparkdraft bench depth --per-class 4 --concurrency 1,4 (fixed depths against the chosen one)
+  sparkdraft bench depth --per-class 4 --concurrency 1,4                      (fixed depths against the chosen one)
   sparkdraft bench depth --shape qwen3-8b --drafter-shape dflash-5x --synthetic-acceptance 6.5 --concurrency 1,16
-  sparkdraft bench kv --formats fp8,k4v3,k5v4 (what smaller KV caches cost and hold)
-  sparkdraft bench weights --formats fp8,int4 (what quantised weights cost)
+  sparkdraft bench kv --formats fp8,k4v3,k5v4                                  (what smaller KV caches cost and hold)
+  sparkdraft bench weights --formats fp8,int4                                 (what quantised weights cost)
   sparkdraft bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --classes code,prose --out results
   sparkdraft bench long-prompt                                                 (gaps of 8 streams while it is read)
   sparkdraft bench check-speed --only paused-drafter,drafted-code              (ratios against what is expected)
@@ -58,7 +57,6 @@ def _configure_accept(accept: ArgumentParser) -> None:
     accept.add_argument("--depth", default="", help="drafts per step: auto or a number (default: the drafter's most)")
     accept.add_argument("--temperature", default="0", help="a list (default 0)")
     accept.add_argument("--context", default="0", help="tokens of other text before each prompt, a list (default 0)")
-    accept.add_argument("--speed", action="store_true", help="also plain against drafted speed, one stream")
     add_engine_flags(accept, ngram=False)
 
 
@@ -126,7 +124,7 @@ def _serve_settings(args: Namespace) -> Settings:
 def _accept(args: Namespace) -> int:
     contexts, temperatures = numbers("--context", args.context, 0), temperature_list(args.temperature)
     _check_accept(args, max(contexts))
-    llm = load_llm(args, ngram=args.ngram or args.speed)  # the speed is that of the default engine, so with n-grams
+    llm = load_llm(args)
     depth = None if args.depth == "auto" else int(args.depth or llm.engine.drafting.max_depth)
     shown = "depth chosen every step" if depth is None else f"{depth} drafts per step"
     print(f"{args.model} on {llm.plan.device}, {llm.plan.weights}; {shown}{', n-grams too' if args.ngram else ''}")
@@ -135,7 +133,7 @@ def _accept(args: Namespace) -> int:
     groups = accepted(llm, args.per_class, args.output_len, depth, temperatures, contexts)
     summary = {"bench": "accept", "model": args.model, "device": llm.plan.device, "dtype": llm.plan.weights}
     summary |= {"depth": depth, "ngram": args.ngram, "output_len": args.output_len, "groups": groups}
-    print(json.dumps(summary | ({"speed": _speed(args, llm, temperatures[0])} if args.speed else {})))
+    print(json.dumps(summary))
     return 0
 
 
@@ -163,21 +161,6 @@ def accepted(
         everything = classes.pop(accept.ALL)
         groups.append({"temperature": temperature, "context": context, "classes": classes, "all": everything})
     return groups
-
-
-def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str, float]]:
-    """Measure plain against drafted, one stream: drafting must not be slower than plain."""
-    from sparkdraft.operate.bench import accept
-    from sparkdraft.operate.bench.prompts import chat_prompts, read_prompts
-
-    llm.engine.drafting.ngram = True
-    params = SamplingParams(args.output_len, temperature=temperature, seed=0)
-    prompts = {name: chat_prompts(llm, each) for name, each in read_prompts(args.per_class).items()}
-    with progress("measuring speed", redraw=SELDOM) as report:
-        accept.pace(llm, params, chat_prompts(llm, ["Why is the sky blue?"]), lambda more: None)  # warm-up
-        paces = accept.over_classes(partial(accept.pace, llm, params), prompts, report)
-    print(f"\none stream, temperature {temperature:g}, depth as the engine chooses\n{accept.speed_table(paces)}\n")
-    return {name: each.as_dict() for name, each in paces.items()}
 
 
 def _check_prompts(args: Namespace, llm: LLM, context: int) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
-from sparkdraft.cache.formats import EXACT, smallest_format
-from sparkdraft.operate.forecast.advice import Advice, Alternative, Bought, bought, tried, with_kv
+from sparkdraft.operate.forecast.advice import Advice, Alternative
 from sparkdraft.operate.forecast.forecast import Chances, Drafted, Forecast, Range
 from sparkdraft.plan.weight_formats import BYTES, KEPT_ON_GPU
 
@@ -28,7 +26,7 @@ class Report:
         drafter = f"drafter {self.drafter}" if self.forecast.drafter else "no drafter"
         title = f"{question.config.model} on {question.machine.title}"
         lines = [f"{title}: weights {self.weights}, K/V {question.config.kv}, {drafter}", ""]
-        lines += [*self._memory(), "", *self._speed(), "", *self._coded(), ""]
+        lines += [*self._memory(), "", *self._speed(), ""]
         if self.alternatives:
             lines += [*self._alternatives(), ""]
         return "\n".join([*lines, f"recommended: {self.advice.sentence()}"])
@@ -85,26 +83,6 @@ class Report:
         rates = "".join(f"{value:8.1f}" for value in speed)
         return f"  {name:<32}{depth:8}{tokens:8.2f}{rates}   {seconds.total * 1e3:.1f} = {shown}"
 
-    @cached_property
-    def coded(self) -> dict[int, Bought | str]:
-        """What the smallest format brings, by context."""
-        exact, reason = tried(with_kv(self.forecast.question, EXACT))
-        return bought(exact, smallest_format().name) if exact else {self.forecast.question.context: reason}
-
-    def _coded(self) -> Iterator[str]:
-        title, reasons = smallest_format().title, [each for each in self.coded.values() if isinstance(each, str)]
-        if len(set(reasons)) == 1 and len(reasons) == len(self.coded):
-            yield f"{title}: {reasons[0]}"
-            return
-        yield f"{title} against exact K/V, in times"
-        yield f"  {'context':>9}{'plain':>8}{'drafted':>9}{'tokens that fit':>17}"
-        for context, each in self.coded.items():
-            if isinstance(each, str):
-                yield f"  {context:>9,}  {each}"
-            else:
-                drafted = f"{each.drafted:.2f}" if each.drafted else "-"
-                yield f"  {context:>9,}{each.plain:8.2f}{drafted:>9}{each.tokens:17.2f}"
-
     def _alternatives(self) -> Iterator[str]:
         yield "alternatives: those that hold all streams first, the fastest first"
         heads = f"{'tok/s':>8}{'GiB without K/V':>17}{'tokens that fit':>17}{'streams':>9}"
@@ -160,7 +138,6 @@ class Report:
             "by_class": {
                 name: _drafted(each, forecast.chances[name]) for name, each in forecast.by_class.items() if runs
             },
-            smallest_format().name: {str(context): _bought(each) for context, each in self.coded.items()},
             "recommended": self._recommended(),
             "alternatives": [_alternative(each) for each in self.alternatives],
         }
@@ -173,12 +150,6 @@ def _drafted(each: Drafted, chances: Chances) -> dict[str, float]:
     known |= {"depth": each.depth, "tokens_per_step": round(each.tokens, 3)}
     rates = zip(("tok_s", "low", "high"), each.speed, strict=True)
     return known | {name: round(value, 2) for name, value in rates}
-
-
-def _bought(each: Bought | str) -> dict[str, float | None] | str:
-    if isinstance(each, str):
-        return each
-    return {name: None if value is None else round(value, 3) for name, value in each._asdict().items()}
 
 
 def _alternative(each: Alternative) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from sparkdraft.cli.options import add_engine_flags, engine_options
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.profile import OPTIONS, Profile, conditions_of
-from sparkdraft.operate.tune.search import LOADS, TILES, Budget, Knob, Outcome, Search, knobs, least_seconds
+from sparkdraft.operate.tune.search import LOADS, TILES, Budget, Knob, Outcome, Search, knobs
 from sparkdraft.util.progress import SELDOM, Meter, progress
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ def run(args: Namespace) -> int:
             raise UserError(
                 f"--kv-formats is {args.kv_formats}; on a CPU other formats save memory, not time: leave it out"
             )
-        _check_time(args.minutes, least_seconds(engines.run_seconds()))
         _introduce(opened, engines, len(texts), args.minutes)
         outcome = _search(config, opened, engines, formats, budget, meter)
     return _finish(args, config, opened, engines, outcome, budget)
@@ -95,19 +93,6 @@ def _check(args: Namespace) -> tuple[list[str], list[str]]:
     classes = read_prompts(0 if args.prompts else PER_CLASS, Path(args.prompts or PROMPTS)).values()
     mixed = chain.from_iterable(classes) if args.prompts else chain.from_iterable(zip(*classes, strict=True))
     return list(mixed), formats
-
-
-def _check_time(minutes: float, least: float) -> None:
-    """Before anything is loaded. least: seconds, as predicted; measured ones may be half of it."""
-    if 60 * minutes >= least:
-        return
-    text = (
-        f"--minutes is {minutes:g}; comparing old and new settings of this model takes about {least:.0f} s here: give "
-        f"--minutes {math.ceil(least / 60)} or more, or a smaller --output-len"
-    )
-    if 60 * minutes < least / 2:
-        raise UserError(text)
-    note(text)
 
 
 def _introduce(opened: Opened, engines: Engines, prompts: int, minutes: float) -> None:

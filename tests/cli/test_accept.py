@@ -43,7 +43,7 @@ def sparkdraft(*args: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def measured(smollm2_path: Path) -> Iterator[tuple[Any, str]]:
     """The JSON, and all that was printed, of one run that uses every flag."""
-    more = ("--temperature", "0,0.8", "--context", "40", "--speed")
+    more = ("--temperature", "0,0.8", "--context", "40")
     result = sparkdraft("bench", "accept", *QUICK, *more)
     assert result.returncode == 0, result.stderr
     yield json.loads(result.stdout.splitlines()[-1]), result.stdout
@@ -84,15 +84,7 @@ def test_the_table(measured: tuple[Any, str]) -> None:
     for words in ("temperature 0, 40 tokens of added context", "temperature 0.8", "by position", "no loops"):
         assert words in printed
     for name in (*report["groups"][0]["classes"], "all"):
-        assert sum(line.startswith(f"{name} ") for line in printed.splitlines()) == 3  # two groups and the speed
-
-
-@pytest.mark.slow
-def test_speed_is_tokens_over_seconds_and_loses_nothing(measured: tuple[Any, str]) -> None:
-    for row in measured[0]["speed"].values():
-        assert row["same_text"] == row["prompts"] and row["plain_tokens"] == row["auto_tokens"]
-        assert row["ratio"] == pytest.approx(row["auto_tok_s"] / row["plain_tok_s"])
-        assert row["auto_tok_s"] == pytest.approx(row["auto_tokens"] / row["auto_seconds"])
+        assert sum(line.startswith(f"{name} ") for line in printed.splitlines()) == 2  # groups
 
 
 @pytest.mark.parametrize("depth", [None, 4])

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 GB10 = ["plan", "--machine", "gb10", "--model"]
 KEYS = {
     "plan", "machine", "memory_gib", "max_tokens", "max_streams", "plain_tok_s", "drafted_tok_s", "low", "high",
-    "best_depth", "break_even_tokens", "break_even_chance", "by_class", "turboquant", "recommended", "alternatives",
+    "best_depth", "break_even_tokens", "break_even_chance", "by_class", "recommended", "alternatives",
 }  # fmt: skip
 
 WITHOUT_TORCH = """

@@ -116,5 +116,5 @@ def test_train(root: Path, stages: list[str], capsys: pytest.CaptureFixture[str]
     ran(f"train eval {drafted}", root, capsys)
     assert stages[-1] == "measuring acceptance"
     stages.clear()
-    ran(f"bench accept {drafted} --speed", root, capsys)
+    ran(f"bench accept {drafted}", root, capsys)
     assert stages[-2:] == ["measuring acceptance", "measuring speed"]

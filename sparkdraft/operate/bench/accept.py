@@ -1,4 +1,4 @@
-"""Measures how many drafts the target accepts, by class of prompt, temperature and context, and the speedup.
+"""Measures how many drafts the target accepts, by class of prompt, temperature and context.
 
 The prompts of a class run as one batch. Counts are the engine's own; 'all' is their sum, never a mean of means.
 Position k is scored only where every draft before it was accepted. "No loops" counts the steps before a response begins
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
 
-from sparkdraft.core import AUTO, SamplingParams, StepOutput
+from sparkdraft.core import SamplingParams, StepOutput
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
 from sparkdraft.speculation.stats import SpecStats
@@ -32,6 +31,13 @@ class Row:
     tokens: int = 0  # tokens written
     stats: SpecStats = field(default_factory=SpecStats)
     no_loops: SpecStats = field(default_factory=SpecStats)  # of the steps that began before a loop
+
+    def add(self, other: Row) -> None:
+        self.prompts += other.prompts
+        self.prompt_tokens += other.prompt_tokens
+        self.tokens += other.tokens
+        self.stats.merge(other.stats)
+        self.no_loops.merge(other.no_loops)
 
     def as_dict(self) -> dict[str, object]:
         """Times are left out: in a batch each request is charged with the whole step."""
@@ -70,29 +76,11 @@ class Trace:
                 stats.record(drafted, accepted, source)
 
 
-@dataclass(slots=True)
-class Pace:
-    """Tokens after the first and their seconds, of one stream without drafts and then with them."""
-
-    prompts: int = 0
-    same_text: int = 0  # prompts with the same text both times
-    plain_tokens: int = 0
-    plain_seconds: float = 0.0
-    auto_tokens: int = 0
-    auto_seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, float]:
-        plain = self.plain_tokens / max(self.plain_seconds, 1e-9)
-        auto = self.auto_tokens / max(self.auto_seconds, 1e-9)
-        return asdict(self) | {"plain_tok_s": plain, "auto_tok_s": auto, "ratio": auto / plain if plain else 0.0}
-
-
-Part = TypeVar("Part", Row, Pace)
 Done = Callable[[int], None]  # called with the number of prompts that have ended since the last call
-Work = Callable[[list[list[int]], Done], Part]  # runs the prompts of one class
+Work = Callable[[list[list[int]], Done], Row]  # runs the prompts of one class
 
 
-def over_classes(work: Work[Part], classes: dict[str, list[list[int]]], progress: Progress) -> dict[str, Part]:
+def over_classes(work: Work, classes: dict[str, list[list[int]]], progress: Progress) -> dict[str, Row]:
     """Run 'work' on each class and add 'all', the sum of the results."""
     ended, total = 0, sum(map(len, classes.values()))
 
@@ -101,17 +89,10 @@ def over_classes(work: Work[Part], classes: dict[str, list[list[int]]], progress
         ended += more
         progress(ended, total)
 
-    parts = {name: work(prompts, done) for name, prompts in classes.items()}
-    everything = type(next(iter(parts.values())))()
-    for part in parts.values():
-        add_to(everything, part)
-    return parts | {ALL: everything}
-
-
-def add_to(total: Part, part: Part) -> None:
-    for each in fields(part):
-        mine, more = getattr(total, each.name), getattr(part, each.name)
-        mine.merge(more) if isinstance(mine, SpecStats) else setattr(total, each.name, mine + more)
+    rows, everything = {name: work(prompts, done) for name, prompts in classes.items()}, Row()
+    for row in rows.values():
+        everything.add(row)
+    return rows | {ALL: everything}
 
 
 def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Row:
@@ -143,20 +124,6 @@ def traced_step(engine: Engine, traces: dict[str, Trace]) -> list[StepOutput]:
     return pieces
 
 
-def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Pace:
-    """Run each prompt plainly, then with drafts, so that a machine that slows down slows both."""
-    result = Pace(len(prompts))
-    for ids in prompts:
-        (plain, seconds), (auto, auto_seconds) = (decode(llm, ids, replace(params, num_draft=n)) for n in (0, AUTO))
-        result.same_text += plain == auto
-        result.plain_tokens += len(plain) - 1
-        result.auto_tokens += len(auto) - 1
-        result.plain_seconds += seconds
-        result.auto_seconds += auto_seconds
-        done(1)
-    return result
-
-
 def decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
     """Return the ids that one stream writes, and the seconds from its first token to its last."""
     written, times = [], []
@@ -176,12 +143,4 @@ def table(rows: dict[str, Row]) -> str:
     for label, stats in (("by position", rows[ALL].stats), ("  no loops", rows[ALL].no_loops)):
         shares = " ".join("-" if share is None else f"{share:.3f}" for share in stats.per_position())
         lines.append(f"{label:<12} {shares}")
-    return "\n".join(lines)
-
-
-def speed_table(paces: dict[str, Pace]) -> str:
-    lines = ["class     prompts  plain tok/s  auto tok/s  ratio  same text"]
-    for name, each in paces.items():
-        speeds = "{plain_tok_s:11.1f}  {auto_tok_s:10.1f}  {ratio:5.2f}".format(**each.as_dict())
-        lines.append(f"{name:<9} {each.prompts:7}  {speeds}  {each.same_text:3} of {each.prompts}")
     return "\n".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from sparkdraft.cache.formats import EXACT, kv_formats, kv_names
 from sparkdraft.core import UserError
@@ -13,7 +12,6 @@ from sparkdraft.plan.weight_formats import FLOATS, WeightFormats
 
 GAIN = 1.1  # how much faster a K/V format that is not exact must be to be taken for its speed
 PAYS = 1.03  # how much faster drafted steps must be: as much as the engine itself asks for (speculation/depth.py)
-CONTEXTS = (4096, 32768, 131072)
 SMALLER = ("fp8", "nvfp4")  # formats of weights that are compared with what is asked for, on a GPU
 
 
@@ -34,14 +32,6 @@ class Advice:
     def sentence(self) -> str:
         start = f"Serve it with {self.flags}" if self.runs else "This cannot be served"
         return f"{start}: {'; '.join(self.reasons)}."
-
-
-class Bought(NamedTuple):
-    """The speeds and the capacity of another KV format, as multiples of those of the asked one."""
-
-    plain: float
-    drafted: float | None
-    tokens: float  # that fit
 
 
 @dataclass(frozen=True)
@@ -80,32 +70,6 @@ def tried(question: Question) -> tuple[Forecast | None, str]:
 def without_drafter(question: Question) -> Question:
     config = replace(question.config, drafter_weights="auto", draft_vocab="")
     return replace(question, drafter=None, chances=None, config=config)
-
-
-def bought(asked: Forecast, kv: str) -> dict[int, Bought | str]:
-    """Return the gains of a KV format at some contexts, or why it gains nothing."""
-    found: dict[int, Bought | str] = {}
-    for context in CONTEXTS:
-        if context > asked.question.model.max_position:
-            found[context] = f"the model was made for {asked.question.model.max_position:,} tokens"
-            continue
-        other, reason = tried(with_kv(asked.question, kv))
-        found[context] = _bought(asked, other, context) if other else reason
-    return found
-
-
-def _bought(asked: Forecast, other: Forecast, context: int) -> Bought | str:
-    """Compare the streams that run at once in each format."""
-    if not asked.running(context):
-        more = other.running(context)
-        return f"no stream fits with {asked.plan.kv} K/V, and {more or 'none'} with {other.plan.kv}"
-    plain = [each.speed(context=context).expected for each in (other, asked)]
-    drafted = None
-    if asked.middle:
-        chance = asked.middle.chance
-        rates = [each.drafted(chance, context).speed.expected for each in (other, asked)]
-        drafted = rates[0] / rates[1]
-    return Bought(plain[0] / plain[1], drafted, other.max_tokens / max(asked.max_tokens, 1))
 
 
 def recommend(asked: Forecast) -> Advice:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +20,8 @@ from sparkdraft.engine.load import Opened, load_opened, stored_of
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.operate.bench.offline import throughput
-from sparkdraft.operate.forecast.machine import like
-from sparkdraft.operate.forecast.roofline import Load as Rows
-from sparkdraft.operate.forecast.roofline import Rates, Target, step
 from sparkdraft.operate.tune.search import BURST, LONG, ONE, SEVERAL, TILES, Options, Run
-from sparkdraft.plan.resolve import ITEMSIZE, MOST_AHEAD, Plan
-from sparkdraft.plan.weight_formats import WeightFormats
+from sparkdraft.plan.resolve import MOST_AHEAD, Plan
 from sparkdraft.speculation.depth import depth_choices
 from sparkdraft.text import chat
 from sparkdraft.text.style import chat_style
@@ -110,21 +105,6 @@ class Engines:
         """The depths that the engine chooses from; [0] without a drafter."""
         drafter, config = self.opened.drafter, self.opened.config
         return depth_choices(drafter.caps.max_depth, None, config.depths, drafter.caps.chain) if drafter else [0]
-
-    def run_seconds(self) -> float:
-        """Predict the seconds of one plain run of every load, before any weight is read (operate/forecast/roofline.py).
-        A CPU counts by its cores, as if bandwidth grew with them, so the estimate is rather low."""
-        like_this, plan = like(self._machine), self.plan
-        share = self._machine.cores / like_this.hardware.cores if plan.device == "cpu" else 1.0
-        rates = Rates(share * like_this.rates.bandwidth, {f: share * r for f, r in like_this.rates.arithmetic.items()})
-        target = Target.of(self.opened.model_config, WeightFormats(plan.weights), plan.kv, ITEMSIZE[plan.dtype])
-        predict, total = partial(step, rates, like_this.losses().expected, target), 0.0
-        for load in self.loads.values():
-            rows, streams = sum(map(len, load.prompts)), min(load.streams, plan.max_seqs)
-            reading = predict(Rows(min(rows, plan.max_step_tokens), 1)).weights * -(-rows // plan.max_step_tokens)
-            steps = -(-len(load.prompts) // streams) * load.output_len
-            total += reading + steps * predict(Rows(streams, rows // len(load.prompts))).total
-        return total
 
     def speed(self, options: Options, name: str) -> Run:
         """Run a load once and return its speed. Raises UserError for settings that do not fit."""

@@ -157,12 +157,6 @@ class Outcome:
         return f"{found}: {reason}, so the old settings are kept"
 
 
-def least_seconds(run_seconds: float) -> float:
-    """The shortest useful time: the old settings run twice, once to warm up, and the last comparison must fit into its
-    share. run_seconds: of one run of every load."""
-    return run_seconds * (2 + LEAST_ROUNDS * RUNS / LARGEST_SHARE)
-
-
 Say = Callable[[str], None]
 
 

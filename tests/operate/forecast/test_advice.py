@@ -12,8 +12,6 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.operate.bench.shapes import drafter_shape, shape
 from sparkdraft.operate.forecast.advice import (
     Alternative,
-    Bought,
-    bought,
     compare,
     recommend,
     tried,
@@ -109,19 +107,6 @@ def test_the_largest_part_of_a_step_names_the_remedy() -> None:
 def test_a_model_whose_codes_no_kernel_reads_gets_fp8_where_exact_is_too_large() -> None:
     advice = recommend(Forecast(question("gemma4-31b", machine="rtx-5090", weights="nvfp4", streams=4)))
     assert advice.kv == "fp8" and re.match(r"exact K/V hold \d of 4 streams", advice.reasons[0])
-
-
-def test_what_turboquant_buys() -> None:
-    """As attention's bytes say on a machine that is bound by bandwidth: more with every token."""
-    found = bought(Forecast(question(streams=4)), "turboquant")
-    short, long = found[4096], found[32768]
-    assert isinstance(short, Bought) and isinstance(long, Bought)
-    assert 1.0 < short.plain < 1.2 < long.plain < 2.0 and short.tokens == pytest.approx(4.3, abs=0.2)
-    assert short.drafted is None and found[131072] == "the model was made for 40,960 tokens"
-    long = bought(Forecast(question("llama-3.1-8b", machine="rtx-5090", streams=4)), "turboquant")[131072]
-    assert long == "no stream fits with exact K/V, and 2 with turboquant"
-    refused = bought(Forecast(question("gemma4-31b", weights="nvfp4")), "turboquant")
-    assert all(isinstance(each, str) and "head dims" in each for each in refused.values())
 
 
 def test_alternatives_are_ranked() -> None:

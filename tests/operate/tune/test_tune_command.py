@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -123,26 +122,6 @@ def test_loads_fit_the_context() -> None:
     assert len(loads[BURST].prompts) == 6 and loads[SEVERAL].streams == 4 and len(loads[LONG].prompts) == 1
     assert all(len(ids) <= 200 - 16 for load in loads.values() for ids in load.prompts)
     assert len(loads[LONG].prompts[0]) == 200 - 16 - 64
-
-
-def test_a_time_that_is_too_short_is_refused_before_weights_are_read(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Engines, "speed", lambda *args: pytest.fail("an engine was made"))
-    assert main(["tune", "--model", str(tiny), *FLAGS, "--minutes", "0.001"]) == 1
-    said = capsys.readouterr()
-    assert re.search(r"--minutes is 0\.001; .* takes about \d+ s here: give --minutes \d+ or more", said.err), said.err
-    assert "minutes" not in said.out, "nothing was begun"
-    tune._check_time(1.0, 60.0)
-    assert not capsys.readouterr().err
-    tune._check_time(1.0, 100.0)  # the estimate may be wrong by so much
-    assert "give --minutes 2 or more" in capsys.readouterr().err
-
-
-def test_the_shortest_time_grows_with_the_work(tiny: Path) -> None:
-    opened = open_model(EngineConfig(str(tiny), device="cpu", dtype="float32", spec="off"))
-    short, long = (Engines(opened, ["one", "two"], length).run_seconds() for length in (8, 64))
-    assert 0 < short < long < 20 * short and search.least_seconds(long) == 18 * long
 
 
 @pytest.mark.parametrize(
