@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.options import add_engine_flags, check_least, load_llm
 from sparkdraft.core import UserError
-from sparkdraft.operate.bench.check_speed.check import (
-    HEADER,
-    LINES,
-    check,
-    check_names,
-    conclusion,
-    read_expected,
-    select,
-    status,
-)
+from sparkdraft.operate.bench.check_speed.check import DEVICES, HEADER, check, conclusion, read_lines, select, status
 from sparkdraft.util.progress import SELDOM, Meter, errors, progress
 
 if TYPE_CHECKING:
@@ -33,23 +24,22 @@ if TYPE_CHECKING:
 
 
 def configure_check(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", choices=list(LINES), help="whose lines to measure (default cpu)")
+    parser.add_argument("--device", default="cpu", choices=DEVICES, help="whose lines to measure (default cpu)")
     parser.add_argument("--only", default="", metavar="LINE", help="comma-separated names of lines (default: all)")
     parser.add_argument("--list", action="store_true", help="print what each line compares, without measuring")
 
 
 def run_check(args: Namespace) -> int:
     """Status 0 if every line holds, 1 if one fell, 2 if none fell and the machine was too noisy for some."""
-    lines, expected = LINES[args.device], read_expected(args.device)
-    check_names(lines, expected)
+    lines = read_lines(args.device)
     wanted = select(lines, args.only)
     if args.list:
-        for line in lines:
-            print(f"{line.name:<26} {line.what} (expected {expected[line.name].ratio:g}: {expected[line.name].source})")
+        for line in lines.values():
+            print(f"{line.name:<26} {line.what} (expected {line.expected:g}: {line.source})")
         return 0
     groups, begin, judged = _groups(args.device), time.monotonic(), []
     print(HEADER, flush=True)
-    for each in check(groups, lines, expected, wanted, _bar):
+    for each in check(groups, lines, wanted, _bar):
         print(each.row(), flush=True)
         judged.append(each)
     seconds = time.monotonic() - begin

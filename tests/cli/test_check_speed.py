@@ -20,8 +20,7 @@ from sparkdraft.models.common.config import uniform_config
 from sparkdraft.operate.bench import long_prompt, random_model
 from sparkdraft.operate.bench.check_speed import cpu, cuda
 from sparkdraft.operate.bench.check_speed.check import (
-    LINES,
-    Expected,
+    DEVICES,
     Group,
     Judged,
     Line,
@@ -31,7 +30,7 @@ from sparkdraft.operate.bench.check_speed.check import (
     check,
     conclusion,
     judge,
-    read_expected,
+    read_lines,
     select,
     status,
 )
@@ -41,8 +40,8 @@ from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, 
 from sparkdraft.operate.forecast import rates
 from tests.models.tiny import write_tiny
 
-SPEED, LATENCY = Line("speed", "a speed"), Line("latency", "a time", lower_is_better=True)
-EXPECTED = {"speed": Expected(1.0, 0.02, "invented"), "latency": Expected(1.0, 0.1, "invented")}
+SPEED = Line("speed", "a speed", 1.0, 0.02, "invented")
+LATENCY = Line("latency", "a time", 1.0, 0.1, "invented", lower_is_better=True)
 QUIET, NOISY = [1.001, 0.999, 1.0], [1.2, 0.85, 1.1]
 TOY = uniform_config("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True, qk_norm=True)
 
@@ -71,9 +70,8 @@ class Script:
         return {name: self.left[name].pop(0) for name in wanted}
 
     def judged(self) -> list[Judged]:
-        lines = [line for line in (SPEED, LATENCY) if line.name in self.left]
-        groups = [Group(tuple(self.left), self)]
-        return list(check(groups, lines, EXPECTED, frozenset(self.left), no_bar))
+        lines = {"speed": SPEED, "latency": LATENCY}
+        return list(check([Group(tuple(self.left), self)], lines, frozenset(self.left), no_bar))
 
 
 # ---- verdicts
@@ -101,7 +99,7 @@ def test_noise_that_covers_the_limit_is_neither_held_nor_fallen() -> None:
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(0.4, Verdict.FELL), (1.9, Verdict.HOLDS)])
 def test_noise_does_not_hide_what_is_far_from_the_limit(ratio: float, verdict: Verdict) -> None:
-    assert judge(SPEED, EXPECTED["speed"], sample(ratio, NOISY)).verdict is verdict
+    assert judge(SPEED, sample(ratio, NOISY)).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_noise_does_not_hide_what_is_far_from_the_limit(ratio: float, verdict: V
     ],
 )
 def test_the_limit_is_on_the_worse_side(line: Line, ratio: float, verdict: Verdict) -> None:
-    assert judge(line, EXPECTED[line.name], sample(ratio)).verdict is verdict
+    assert judge(line, sample(ratio)).verdict is verdict
 
 
 def test_a_line_that_is_both_fallen_and_beside_an_unsure_one_is_fallen() -> None:
@@ -128,7 +126,7 @@ def test_what_can_not_be_measured_is_skipped_with_its_reason() -> None:
     def measure(wanted: Names, progress: Progress) -> dict[str, Sample]:
         raise Skipped("there is no such machine")
 
-    judged = list(check([Group(("speed",), measure)], [SPEED], EXPECTED, frozenset({"speed"}), no_bar))
+    judged = list(check([Group(("speed",), measure)], {"speed": SPEED}, frozenset({"speed"}), no_bar))
     assert judged[0].verdict is Verdict.SKIPPED and status(judged) == 2, "nothing was measured"
     assert "skipped (there is no such machine)" in judged[0].row() and "skipped: speed" in conclusion(judged)
 
@@ -173,19 +171,20 @@ def test_measurements_against_a_given_value() -> None:
 # ---- the lines
 
 
-@pytest.mark.parametrize("device", LINES)
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_line_is_expected_and_measured_by_one_group(device: str) -> None:
-    names = [line.name for line in LINES[device]]
     groups = cpu.GROUPS if device == "cpu" else cuda.groups(cuda.Setup())
-    assert sorted(names) == sorted(read_expected(device)) == sorted(name for group in groups for name in group.names)
-    for name, expected in read_expected(device).items():
-        assert expected.ratio > 0 and expected.tolerance > 0 and expected.source, name
+    assert sorted(read_lines(device)) == sorted(name for group in groups for name in group.names)
+    for name, line in read_lines(device).items():
+        assert line.expected > 0 and line.tolerance > 0 and line.source and line.what, name
 
 
 def test_lines_can_be_chosen_by_name() -> None:
-    assert select((SPEED, LATENCY), "") == {"speed", "latency"} and select((SPEED, LATENCY), " speed,") == {"speed"}
+    assert select(("speed", "latency"), "") == {"speed", "latency"} and select(("speed", "latency"), " speed,") == {
+        "speed"
+    }
     with pytest.raises(UserError, match="unknown line 'sped'; did you mean speed"):
-        select((SPEED, LATENCY), "sped")
+        select(("speed", "latency"), "sped")
 
 
 # ---- the command
@@ -209,7 +208,7 @@ def test_the_command_prints_a_table_a_conclusion_and_json(
 
 def test_the_list_says_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "check-speed", "--list", "--device", "cuda"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(LINES["cuda"])
+    assert len(capsys.readouterr().out.splitlines()) == len(read_lines("cuda"))
 
 
 def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

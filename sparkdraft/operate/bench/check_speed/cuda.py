@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from sparkdraft.cache.formats import EXACT, smallest_format
 from sparkdraft.config import NO_PROFILE, EngineConfig
 from sparkdraft.core import AUTO, SamplingParams
 from sparkdraft.llm import LLM
@@ -26,6 +27,7 @@ from sparkdraft.operate.bench.synthetic import Acceptance
 from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth
 from sparkdraft.weights import hub
 
+SMALLEST = smallest_format().name  # of the KV formats
 ROUNDS = 3
 ROOM = 512  # tokens of cache for each stream beyond its prompt and output
 UNKNOWN = Ceilings(1.0, None)  # a Bench needs ceilings; here they are measured beside each pass
@@ -51,7 +53,7 @@ class Setup:
     context_streams: int = 4
     context_len: int = 16  # tokens written after it
 
-    def bench(self, streams: int, tokens: int, spec: str = "off", kv: str = "exact", synthetic: bool = False) -> Bench:
+    def bench(self, streams: int, tokens: int, spec: str = "off", kv: str = EXACT, synthetic: bool = False) -> Bench:
         """spec: 'off' has no drafter, '0' a paused one. tokens: prompt and output of the longest load."""
         config = EngineConfig(
             model=self.model,
@@ -100,7 +102,7 @@ def _compare(setup: Setup, kind: str, plain: Bench, bench: Bench, streams: int, 
 
 
 def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """Compare a prompt's chunk with the rate of a matmul, and steps at a long context with bandwidth and TurboQuant."""
+    """Compare a prompt's chunk with the rate of a matmul, and long contexts with the bandwidth and the smallest cache."""
     samples: dict[str, Sample] = {}
     streams, tokens = setup.context_streams, setup.context + setup.context_len
     exact, total = setup.bench(streams, tokens), 2 * ROUNDS + 1
@@ -110,10 +112,10 @@ def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, 
     if "floor-32000-tokens" in wanted:
         alone = Load(1, setup.context, setup.context_len)
         samples["floor-32000-tokens"] = _of_bandwidth(setup, exact, alone, part(progress, ROUNDS, total))
-    if names := wanted & {"turboquant-32000-tokens", "turboquant-prompt"}:
-        load, coded = Load(streams, setup.context, setup.context_len), setup.bench(streams, tokens, kv="turboquant")
+    metrics = {f"{SMALLEST}-32000-tokens": "tok_s", f"{SMALLEST}-prompt": "prompt_tok_s"}
+    if names := wanted & metrics.keys():
+        load, coded = Load(streams, setup.context, setup.context_len), setup.bench(streams, tokens, kv=SMALLEST)
         found = in_turn(_warm(exact, load), _warm(coded, load), 1, part(progress, 2 * ROUNDS, total))
-        metrics = {"turboquant-32000-tokens": "tok_s", "turboquant-prompt": "prompt_tok_s"}
         samples |= {name: found[metrics[name]] for name in names}
     return samples
 
@@ -186,7 +188,7 @@ def _freed(measure: Measure, wanted: Names, progress: Progress) -> dict[str, Sam
 def groups(setup: Setup) -> tuple[Group, ...]:
     kinds = {"floor": (1, 4, 16), "paused": (1, 16), "drafted": (1, 4, 16)}
     short = tuple(for_streams(kind, n) for kind, counts in kinds.items() for n in counts)
-    long = ("prompt-of-matmul", "floor-32000-tokens", "turboquant-32000-tokens", "turboquant-prompt")
+    long = ("prompt-of-matmul", "floor-32000-tokens", f"{SMALLEST}-32000-tokens", f"{SMALLEST}-prompt")
     measures: dict[tuple[str, ...], Measure] = {
         short: partial(short_contexts, setup),
         long: partial(long_contexts, setup),
