@@ -102,7 +102,7 @@ def _compare(setup: Setup, kind: str, plain: Bench, bench: Bench, streams: int, 
 
 
 def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """Compare a prompt's chunk with the rate of a matmul, and long contexts with the bandwidth and the smallest cache."""
+    """Compare a prompt's chunk with a matmul, and long contexts with the bandwidth and with the smallest cache."""
     samples: dict[str, Sample] = {}
     streams, tokens = setup.context_streams, setup.context + setup.context_len
     exact, total = setup.bench(streams, tokens), 2 * ROUNDS + 1
