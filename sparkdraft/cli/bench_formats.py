@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sparkdraft.cache.formats import EXACT, only_for
 from sparkdraft.cli.options import add_engine_flags, check_least, engine_options, load_llm
@@ -20,7 +19,7 @@ from sparkdraft.util.progress import progress
 
 if TYPE_CHECKING:
     from sparkdraft.models.common.config import ModelConfig
-    from sparkdraft.operate.bench.formats import Comparison, Format, Memory, Readings
+    from sparkdraft.operate.bench.formats import Comparison, Format, Readings
     from sparkdraft.plan.resolve import Plan
     from sparkdraft.weights.checkpoint import Checkpoint
 
@@ -59,7 +58,7 @@ def run_kv(args: Namespace) -> int:
     _check(args)
     from sparkdraft.engine.machine import detect
     from sparkdraft.models.registry import read_config
-    from sparkdraft.operate.bench.formats import memories, parse_kv_formats, reading_fields
+    from sparkdraft.operate.bench.formats import parse_kv_formats, reading_fields
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     formats, checkpoint = parse_kv_formats(args.formats), open_checkpoint(args.model)
@@ -69,14 +68,19 @@ def run_kv(args: Namespace) -> int:
     args.max_seqs = args.max_seqs or 1
     plans = _kv_plans(args, formats, model, checkpoint)
     plan = plans[EXACT]
-    comparison, sizes = _comparison(args, plan, checkpoint), memories(plans, model, args.memory_fraction)
-    print(f"{args.model} on {plan.device}, {plan.weights}\n\n{_memory_table(sizes, plan, args.memory_fraction)}")
+    comparison = _comparison(args, plan, checkpoint)
+    sizes = {name: each.memory.kv // (each.num_blocks * each.block_size) for name, each in plans.items()}
+    table = [f"{'format':<20} bytes/token", *(f"{name:<20} {size:11}" for name, size in sizes.items())]
+    print("\n".join([f"{args.model} on {plan.device}, {plan.weights}", "", *table]))
     print(f"{KV_LEGEND}\n\n{_header(comparison)}", flush=True)
     found: dict[str, Readings] = {}
     for fmt in formats:
         _read(_flags_of(args, fmt), fmt.name, comparison, found)
     print(f"{_legend('the exact cache')}\n")
-    rows = [{"format": name} | _rounded(sizes[name]) | reading_fields(own, found[EXACT]) for name, own in found.items()]
+    rows = [
+        {"format": name, "bytes_per_token": sizes[name]} | reading_fields(own, found[EXACT])
+        for name, own in found.items()
+    ]
     summary = {"bench": "kv", "model": args.model, "device": plan.device, "dtype": plan.weights}
     print(json.dumps(summary | {"kernels": plan.kernels, "formats": rows}))
     return 0
@@ -203,21 +207,3 @@ def _legend(base: str) -> str:
 
 def _percent(share: float) -> str:
     return f"{round(share, 3) + 0.0:+.1%}".replace("%", " %").rjust(8)  # never -0.0
-
-
-def _memory_table(sizes: Mapping[str, Memory], plan: Plan, fraction: float) -> str:
-    lines = [f"{'format':<20} bytes/token    bits/value    tokens/GiB  tokens that fit  of exact"]
-    for name, memory in sizes.items():
-        row = f"{memory.bytes_per_token:13}  {memory.bits_per_value:12.2f}  {memory.tokens_per_gib:12}"
-        lines.append(f"{name:<20} {row}  {memory.tokens_that_fit:15}  {memory.of_exact:8.2f}")
-    share, value = round(100 * fraction), sizes[EXACT].bits_per_value / 8
-    lines.append(
-        f"tokens that fit: in {share} % of the {plan.memory.free / 2**30:.1f} free GiB, less weights, "
-        f"states, a step's scratch, captured steps and pages. exact keeps {value:g} bytes per value here"
-        f"{', twice what it does on a GPU' if value == 4 else ''}"
-    )
-    return "\n".join(lines)
-
-
-def _rounded(memory: Memory) -> dict[str, Any]:
-    return {name: round(value, 4) for name, value in asdict(memory).items()}

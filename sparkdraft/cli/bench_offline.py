@@ -26,16 +26,10 @@ if TYPE_CHECKING:
     from sparkdraft.operate.bench.synthetic import Acceptance
 
 HEADER = (
-    "streams  prompt  prefill tok/s  of matmul  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor"
+    "streams  prompt  prefill tok/s  of matmul  decode tok/s  step ms  floor ms  of the floor"
     "    ids/step  overall tok/s"
 )
-LEGEND = (
-    "draft: proposing; target: running and sampling, until ids are on the host; rest: all else, with what the drafter "
-    "observes at block borders. The shares come from a pass that waits for the device after each part; the step itself "
-    "is timed without such waits. overall: tokens of whole requests over all their time, prompts included, a new "
-    "request starting when one ends"
-)
-
+LEGEND = "overall: tokens of whole requests over all their time, prompts included, a new request starting when one ends"
 FORMS = ("mxfp4", "int4", "nvfp4", "fp8")  # of operate/bench/random_model.py
 EXPERTS = (
     "floor: of each layer's experts those are counted that rows reach which choose independently of each other, "
@@ -110,7 +104,7 @@ def run(args: Namespace) -> int:
         summary["acceptance"]["process"] = acceptance.describe()
     if bench.counts_experts:
         summary["floor"] = EXPERTS
-    print(json.dumps(summary | {"split": LEGEND, "rows": [row.as_dict() for row in rows]}))
+    print(json.dumps(summary | {"rows": [row.as_dict() for row in rows]}))
     return 0
 
 
@@ -209,6 +203,5 @@ def _line(row: Row) -> str:
     overall = "-" if row.overall_tok_s is None else f"{row.overall_tok_s:.1f}"
     return (
         f"{row.streams:7}  {row.prompt_len:6}  {row.prefill_tok_s:13.0f}  {matmul:>9}  {row.decode_tok_s:12.1f}"
-        f"  {row.step_ms:7.2f}   {row.draft_ms:5.2f}   {row.target_ms:6.2f}   {row.rest_ms:5.2f}"
-        f"  {row.floor_ms:8.2f}  {row.share:12.0%}  {row.length:10.2f}  {overall:>13}"
+        f"  {row.step_ms:7.2f}  {row.floor_ms:8.2f}  {row.share:12.0%}  {row.length:10.2f}  {overall:>13}"
     )

@@ -58,7 +58,7 @@ def configure(parser: ArgumentParser) -> None:
     fit = verbs.add_parser("fit", help="train a drafter on them; the same command continues")
     _target_flags(fit)
     fit.add_argument("--data", required=True, metavar="FOLDER", help="a corpus, made by `train data`")
-    fit.add_argument("--out", required=True, metavar="FOLDER", help="the run: its settings, checkpoint, log and plot")
+    fit.add_argument("--out", required=True, metavar="FOLDER", help="the run: its settings, checkpoint and log")
     fit.add_argument("--every", type=int, default=500, help="steps between checkpoints (default 500)")
     for name, each in FIT_FIELDS.items():
         default, text = each.default, each.metadata["help"]

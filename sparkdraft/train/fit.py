@@ -326,7 +326,6 @@ def train(
             run.add_log(entry)
             report(entry)
         if due and step > saved:
-            run.draw()
             run.save(trainer.state(step, seconds))
             saved = step
     return step

@@ -3,7 +3,6 @@
     run.json            settings, the drafter's config, which data
     state.safetensors   weights, optimizer, cursor and drafted ids at the last checkpoint; replaced whole, or not at all
     log.jsonl           one line per report
-    progress.svg        loss and acceptance over the steps, drawn with each checkpoint
 
 State is plain named tensors: no pickle, and no hidden states. fit.py does the training.
 """
@@ -27,7 +26,6 @@ from sparkdraft.core import UserError
 from sparkdraft.train.batches import Cursor
 from sparkdraft.train.process import alone_in
 from sparkdraft.train.settings import FitSettings
-from sparkdraft.util.plot import Line, Panel, svg
 
 VERSION = 1
 IDS = "draft_ids"  # the name of State.ids in the file
@@ -184,21 +182,6 @@ class Run:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
             raise _disk(error, "the log", self.folder) from error
-
-    def draw(self) -> None:
-        entries = self.log()
-        curves = {"loss": "cross-entropy of the drafts", "length": "tokens per step, if these blocks were drafted"}
-        panels = [
-            Panel(
-                title,
-                [Line(name, [(e["step"], e[name]) for e in entries if name in e], thick=True)],
-                "step",
-                name,
-                False,
-            )
-            for name, title in curves.items()
-        ]
-        self._write(self.folder / "progress.svg", svg(panels).encode())
 
     def _write(self, path: Path, content: bytes) -> None:
         fresh = path.with_name(path.name + ".new")

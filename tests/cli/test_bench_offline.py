@@ -1,5 +1,5 @@
-"""`bench offline` on tiny random weights: a given acceptance comes out as given, parts sum to the step, and what can
-not be measured is refused in one sentence. Speeds themselves mean nothing here; docs/numbers has those."""
+"""`bench offline` on tiny random weights: a given acceptance comes out as given, and what can not be
+measured is refused in one sentence. Speeds themselves mean nothing here; docs/numbers has those."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.operate.bench import random_model
-from sparkdraft.operate.bench.offline import Bench, Ceilings, Load, Parts, timed_parts
+from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 from sparkdraft.operate.bench.random_model import FORMS
 from sparkdraft.operate.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, spans
 from sparkdraft.operate.forecast import rates
@@ -201,9 +201,6 @@ def test_a_given_acceptance_comes_out_as_given(offline: Run) -> None:
     assert [row["streams"] for row in report["rows"]] == [1, 3]
     for row in report["rows"]:
         assert row["steps"] == 13 and row["length"] == pytest.approx(6.5, rel=0.03)
-        assert row["draft_ms"] + row["target_ms"] + row["rest_ms"] == pytest.approx(row["step_ms"], abs=0.001)
-        assert min(row["draft_ms"], row["target_ms"], row["rest_ms"]) > 0
-        assert row["step_ms"] == row["step_mean_ms"] and row["timed_step_ms"] > 0
         assert row["decode_tok_s"] == pytest.approx(row["streams"] * row["length"] / row["step_ms"] * 1e3, rel=1e-3)
         assert row["share"] == pytest.approx(row["floor_ms"] / row["step_ms"], abs=1e-3)
         assert row["prefill_tok_s"] > 0
@@ -215,7 +212,7 @@ def test_the_same_target_without_its_drafter_or_with_a_paused_one(offline: Run, 
     out, report = offline(*DRAFTED, "--batch", "2", "--output-len", "10", "--spec", spec)
     assert "SYNTHETIC" not in out and report["synthetic"] is False and report["drafter"] == drafter
     row = report["rows"][0]
-    assert row["length"] == 1 and row["steps"] == 10 and row["step_ms"] == row["step_median_ms"]
+    assert row["length"] == 1 and row["steps"] == 10
     assert set(row["floor_gb"]) == {"target", "target_kv"}
 
 
@@ -267,7 +264,6 @@ def test_steps_that_the_device_takes_accept_what_is_given_too() -> None:
     bench = toy_bench(Acceptance(6.5, 15), overlaps=True)
     row = bench.measure(Load(2, 20, 130), lambda done, total: None)
     assert row.steps == 20 and row.length == pytest.approx(6.5, rel=0.03)
-    assert row.draft_ms + row.target_ms + row.rest_ms == pytest.approx(row.step_ms)
     assert bench.engine.overlap and not bench.engine.overlap.requests and not bench.engine.has_work
 
 
@@ -333,17 +329,6 @@ def test_the_floor_counts_what_a_drafted_step_reads() -> None:
     assert read["target"] == 4 * (6 * layer + head) and read["drafter"] == 4 * (3 * layer + head)
     assert read["drafter_observes"] == 4 * model.hidden_size * (5 * model.hidden_size + 3 * kv)
     assert (read["target_kv"], read["drafter_kv"]) == (4 * 2 * 40 * kv * 6, 4 * 2 * 40 * kv * 3)
-
-
-def test_timing_the_parts_leaves_the_engine_as_it_was() -> None:
-    engine, parts = toy_bench(None).engine, Parts()
-    sampler = engine.sampler
-    with timed_parts(engine, parts):
-        engine.add([1, 2, 3], SamplingParams(max_tokens=4))
-        while engine.has_work:
-            engine.step()
-    assert parts.draft > 0 and parts.target > 0 and engine.sampler is sampler
-    assert "propose" not in vars(engine.drafting) and "run" not in vars(engine.runner)
 
 
 def test_requests_of_a_step_and_none_of_a_chunk_that_samples_nothing() -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from sparkdraft.core import AUTO, SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.operate.bench.accept import ALL
-from sparkdraft.operate.bench.synthetic import TABLE_ROWS, Acceptance, Outcomes, SyntheticLanes, SyntheticSampler
+from sparkdraft.operate.bench.synthetic import TABLE_ROWS, Acceptance, Outcomes, Synthetic
 
 Prompts = dict[str, list[list[int]]]  # class -> ids of its prompts
 Report = Callable[[int, int], None]
@@ -66,8 +66,7 @@ class DepthBench:
         self.engine, self.output_len, self.temperature = engine, output_len, temperature
         self.acceptance = acceptance
         engine.scheduler.pace = None  # all streams begin together
-        self._sampler = SyntheticSampler.install(engine) if acceptance else None
-        self._lanes = SyntheticLanes(engine.overlap.lanes, acceptance) if acceptance and engine.overlap else None
+        self._synthetic = Synthetic(engine, acceptance) if acceptance else None
         if acceptance:
             engine.warm_up()  # recordings keep the acceptance that they were made with
 
@@ -130,7 +129,8 @@ class DepthBench:
         own = (now - then for now, then in zip(after.by_drafter, before.by_drafter, strict=True))
         cell.drafter_steps, cell.drafter_drafts = own
         cell.tokens = sum(len(ids) - begun[name] for name, ids in texts.items())
-        self._stop()
+        if self._synthetic:
+            self._synthetic.stop()
         for name in texts:
             engine.abort(name)
         while engine.has_work:
@@ -142,19 +142,12 @@ class DepthBench:
         return 2 * (length + self.engine.drafting.max_depth + 1)
 
     def _start(self, streams: int, depth: int) -> None:
-        if self.acceptance and depth:
+        if self._synthetic and self.acceptance and depth:
             # As many steps as the deepest takes have the mean that was asked for; more of the same kind follow.
             steps = self.acceptance.steps(self.output_len)
             seeds = range(-(-2 * self.output_len // steps))
             parts = [self.acceptance.outcomes(steps, streams, seed) for seed in seeds]
-            for each in (self._sampler, self._lanes):
-                if each:
-                    each.start(Outcomes.joined(parts, TABLE_ROWS))
-
-    def _stop(self) -> None:
-        for each in (self._sampler, self._lanes):
-            if each:
-                each.stop()
+            self._synthetic.start(Outcomes.joined(parts, TABLE_ROWS))
 
     @staticmethod
     def _cell(cells: list[Cell], kind: str, streams: int, depth: int) -> Cell:

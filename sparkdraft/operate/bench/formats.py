@@ -22,11 +22,9 @@ from sparkdraft.cache.formats import EXACT, kv_formats, listed
 from sparkdraft.core import SamplingParams, TokenLogprob, UserError, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
-from sparkdraft.models.common.config import ModelConfig
-from sparkdraft.models.common.sizes import kv_bytes_per_token, model_sizes
+from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.models.registry import read_config
 from sparkdraft.operate.instrument import replaced
-from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.loader import Progress
@@ -186,29 +184,6 @@ def _parse_format(name: str) -> Format:
         if (options := each.parse(name)) is not None:
             return Format(name, options)
     raise UserError(f"--formats names '{name}'; a format is {NOTATION}")
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    bytes_per_token: int
-    bits_per_value: float
-    tokens_per_gib: int  # of cache, without uncoded pages, which do not grow with it
-    tokens_that_fit: int  # in what a plan may use, less weights, scratch and uncoded pages
-    of_exact: float  # ratio to the exact cache's tokens
-
-
-def memories(plans: Mapping[str, Plan], model: ModelConfig, fraction: float) -> dict[str, Memory]:
-    """Return the memory of each format. fraction: share of the exact plan's free memory that may be used. A plan's own
-    limits on its cache do not apply: they would hide what a smaller format gains."""
-    exact, values = plans[EXACT].memory, kv_bytes_per_token(model.attention, itemsize=1)
-    room = int(exact.free * fraction)
-    sizes = {name: plan.memory.kv // (plan.num_blocks * plan.block_size) for name, plan in plans.items()}
-    taken = {name: plan.memory.total - plan.memory.kv for name, plan in plans.items()}
-    fit = {name: max(room - taken[name], 0) // size for name, size in sizes.items()}
-    return {
-        name: Memory(size, 8 * size / values, (1 << 30) // size, fit[name], fit[name] / max(fit[EXACT], 1))
-        for name, size in sizes.items()
-    }
 
 
 # ---- formats of weights

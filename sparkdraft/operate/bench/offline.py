@@ -13,29 +13,24 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from sparkdraft.core import Batch, SamplingParams, UserError
+from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSampler
+from sparkdraft.operate.bench.synthetic import Acceptance, Synthetic
 from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth, wait
-from sparkdraft.operate.instrument import replaced
 from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.resolve import Plan
 
 WARM_STEPS = 8  # plain decode steps: they compile kernels and record the one shape
-SHORT = 32  # most steps of a pass that looks at where the time goes
 ROUNDS = 2  # requests per stream in the pass over whole requests
 Report = Callable[[int, int], None]  # (steps done, steps in all); never called while speed is measured
 
@@ -91,17 +86,11 @@ class Row:
     prefill_share: float | None  # share of a matmul's rate, on a GPU: operations of layers and attention
     decode_tok_s: float  # committed ids, all streams together
     step_ms: float  # Pass.step
-    draft_ms: float  # the three parts of a step, in the shares of a pass that waits after each part
-    target_ms: float
-    rest_ms: float
     floor_ms: float  # bytes read over measured bandwidth
     share: float  # floor over measured
     length: float  # ids that a stream committed a step
     rows: float  # that the target ran per step: one of each stream, and its drafts
     steps: int
-    step_median_ms: float
-    step_mean_ms: float
-    timed_step_ms: float  # mean, in the pass that measured the shares: shows how much the waits disturbed it
     floor_gb: dict[str, float]  # bytes of the floor, by what they are
     overall_tok_s: float | None  # whole requests, including prompts; None with a synthetic acceptance
 
@@ -124,58 +113,6 @@ class Memory:
         return f"memory: planned {self.plan.total / 2**30:.2f} GiB; in use at most {used}, taken from the GPU {taken}"
 
 
-@dataclass(slots=True)
-class Parts:
-    """Seconds spent in parts of the steps. The rest is scheduling, committing, and observing at block borders."""
-
-    draft: float = 0.0  # proposing drafts
-    target: float = 0.0  # running the target and sampling, until the ids can be read
-
-
-class TimedSampler:
-    """Waits for the sampler's result at once, as the engine would a moment later."""
-
-    def __init__(self, inner: Sampler, device: str, parts: Parts) -> None:
-        self.inner, self.device, self.parts = inner, device, parts
-        self.begin = 0.0  # set when the target starts
-
-    def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
-        sampled = self.inner(logits, rows)
-        wait(self.device)
-        self.parts.target += time.perf_counter() - self.begin
-        return sampled
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
-@contextmanager
-def timed_parts(engine: Engine, parts: Parts) -> Iterator[None]:
-    """Times the engine's steps into 'parts'."""
-    device = engine.plan.device
-    timed = TimedSampler(engine.sampler, device, parts)
-    propose, run = engine.drafting.propose, engine.runner.run
-
-    def timed_propose(batch: Batch) -> None:
-        wait(device)
-        begin = time.perf_counter()
-        propose(batch)
-        wait(device)
-        parts.draft += time.perf_counter() - begin
-
-    def timed_run(batch: Batch) -> Tensor:
-        timed.begin = time.perf_counter()
-        return run(batch)
-
-    stand_ins = (
-        (engine.drafting, "propose", timed_propose),
-        (engine.runner, "run", timed_run),
-        (engine, "sampler", timed),
-    )
-    with replaced(*stand_ins):
-        yield
-
-
 class Bench:
     """Measures an engine under one load after the other."""
 
@@ -185,32 +122,32 @@ class Bench:
         """acceptance: imposed on drafts in place of the target's own decisions."""
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
-        self._sampler = SyntheticSampler.install(engine) if acceptance else None
-        self._lanes = SyntheticLanes(engine.overlap.lanes, acceptance) if acceptance and engine.overlap else None
+        self._synthetic = Synthetic(engine, acceptance) if acceptance else None
         if acceptance and engine.drafting.default is None:
             # depth controllers need the costs of depths; recordings keep the acceptance that they were made with
             engine.warm_up()
 
     def measure(self, load: Load, report: Report) -> Row:
-        """Warm up, measure, see where the time goes (three passes over the same prompts), and run whole requests.
+        """Warm up, measure, and run whole requests.
 
         The number of tokens that a drafted step observes varies, and each number is a shape to capture. The warm-up is
         the same run, to the last accepted draft, so the measured pass finds every shape captured.
         """
         steps = self.num_steps(load)
-        short, warm = min(steps, SHORT), steps if self.engine.drafting.max_depth else min(steps, WARM_STEPS)
-        progress = Counted(report, warm + steps + short)
-        report(0, progress.total)
-        self._run(load, warm, progress)
-        measured = self._run(load, steps)
-        progress.done += steps
+        warm = steps if self.engine.drafting.max_depth else min(steps, WARM_STEPS)
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            report(done, warm + steps)
+
+        report(0, warm + steps)
+        self._run(load, warm, count)
+        measured = self._run(load, steps)  # nothing is reported while speed is measured
+        report(warm + steps, warm + steps)
         overall = None if self.acceptance else throughput(self.engine, self._requests(load), load.streams).tok_s
-        parts = Parts()
-        with self._host_driven() as overlapped:
-            if overlapped:  # host-driven steps run other kernels, which a first pass compiles
-                self._run(load, short)
-            timed = self._run(load, short, progress, timed_parts(self.engine, parts))
-        return self._row(load, measured, timed, parts, overall)
+        return self._row(load, measured, overall)
 
     def run(self, load: Load) -> Pass:
         """Run one pass and nothing else. The first pass of a load is its warm-up."""
@@ -237,23 +174,13 @@ class Bench:
 
     # ---- a pass
 
-    @contextmanager
-    def _host_driven(self) -> Iterator[bool]:
-        """Run steps one by one on the host, to time their parts. Yields whether they would have been overlapped."""
-        overlap = self.engine.overlap
-        with replaced((self.engine, "overlap", None)):
-            yield overlap is not None
-
-    def _run(
-        self, load: Load, steps: int, progress: Counted | None = None, around: AbstractContextManager[Any] | None = None
-    ) -> Pass:
-        """Run all streams from empty until 'steps' decode steps are done; 'around' is entered for those alone."""
+    def _run(self, load: Load, steps: int, count: Callable[[], None] | None = None) -> Pass:
+        """Run all streams from empty until 'steps' decode steps are done."""
         result, names = Pass(), self._add(load)
         result.prefill = self._prompts(set(names))
         self.engine.step()  # its drafter observes what was written while the last prompts ran
         self.engine.read_launched()
-        with around or nullcontext():
-            self._decode(load, steps, result, progress)
+        self._decode(load, steps, result, count)
         for name in names:
             self.engine.abort(name)
         self.engine.step()  # returns their ends
@@ -287,13 +214,12 @@ class Bench:
         drafting.default = depth
         return time.perf_counter() - begin
 
-    def _decode(self, load: Load, steps: int, result: Pass, progress: Counted | None) -> None:
+    def _decode(self, load: Load, steps: int, result: Pass, count: Callable[[], None] | None) -> None:
         written: Counter[str] = Counter()
         # with a synthetic acceptance the number of steps is given
         enough = sys.maxsize if self.acceptance else load.output_len
-        given = self._lanes if self.engine.overlap else self._sampler
-        if given and self.acceptance:
-            given.start(self.acceptance.outcomes(self.num_steps(load), load.streams))
+        if self._synthetic and self.acceptance:
+            self._synthetic.start(self.acceptance.outcomes(self.num_steps(load), load.streams))
         before = self._num_drafted()
         wait(self.engine.plan.device)
         last = time.perf_counter()
@@ -305,18 +231,18 @@ class Bench:
             if outputs:  # the first overlapped step is read by the second call
                 result.steps.append(now - last)
             last = now
-            if progress:
-                progress()
+            if count:
+                count()
                 last = time.perf_counter()
         assert len(written) == load.streams, f"{len(written)} of {load.streams} streams decoded"
         result.tokens = written.total()
         counts = (now - then for now, then in zip(self._num_drafted(), before, strict=True))
         result.drafts, result.drafted, own = (count / (len(result.steps) * load.streams) for count in counts)
         result.depth = own / result.drafted if result.drafted else 0.0
-        if given:
-            applied = given.num_applied  # one more may be launched and unread
+        if self._synthetic:
+            applied = self._synthetic.num_applied  # one more may be launched and unread
             assert 0 <= applied - len(result.steps) <= 1, f"{len(result.steps)} steps, {applied} accepted as given"
-            given.stop()
+            self._synthetic.stop()
 
     def _num_drafted(self) -> tuple[int, int, int]:
         """Return the counts so far, over all streams: drafted ids, steps in which the drafter drafted, and its own
@@ -326,10 +252,8 @@ class Bench:
 
     # ---- results
 
-    def _row(self, load: Load, measured: Pass, timed: Pass, parts: Parts, overall: float | None) -> Row:
-        median, mean = statistics.median(measured.steps), statistics.fmean(measured.steps)
-        step, timed_total = measured.step, sum(timed.steps)
-        draft, target = parts.draft / timed_total * step, parts.target / timed_total * step
+    def _row(self, load: Load, measured: Pass, overall: float | None) -> Row:
+        step = measured.step
         read, matmul = self.floor_bytes(load, measured.drafted, measured.drafts, measured.depth), self.ceilings.matmul
         floor = sum(read.values()) / self.ceilings.bandwidth
         return Row(
@@ -339,17 +263,11 @@ class Bench:
             prefill_share=self.prompt_operations(load) / measured.prefill / matmul if matmul else None,
             decode_tok_s=measured.tok_s,
             step_ms=step * 1e3,
-            draft_ms=draft * 1e3,
-            target_ms=target * 1e3,
-            rest_ms=(step - draft - target) * 1e3,
             floor_ms=floor * 1e3,
             share=floor / step,
             length=measured.tokens / len(measured.steps) / load.streams,
             rows=load.streams * (1 + measured.drafts),
             steps=len(measured.steps),
-            step_median_ms=median * 1e3,
-            step_mean_ms=mean * 1e3,
-            timed_step_ms=statistics.fmean(timed.steps) * 1e3,
             floor_gb={name: round(count / 1e9, 4) for name, count in read.items()},
             overall_tok_s=overall,
         )
@@ -376,19 +294,6 @@ class Bench:
             read["drafter_observes"] = drafted * reads.observe
             read["drafter_kv"] = passes * load.streams * context * reads.kv_per_token
         return read
-
-
-@dataclass(slots=True)
-class Counted:
-    """Counts steps of all passes for a progress bar."""
-
-    report: Report
-    total: int
-    done: int = 0
-
-    def __call__(self) -> None:
-        self.done += 1
-        self.report(self.done, self.total)
 
 
 def max_tokens(plan: Plan, load: Load, deepest: int) -> int:

@@ -206,6 +206,27 @@ class SyntheticLanes:
         return table.index_select(0, self._step.clamp(max=TABLE_ROWS - 1))[0]
 
 
+class Synthetic:
+    """Imposes outcomes on all steps of an engine, whoever takes them."""
+
+    def __init__(self, engine: Engine, acceptance: Acceptance) -> None:
+        self._parts: list[SyntheticSampler | SyntheticLanes] = [SyntheticSampler.install(engine)]
+        if engine.overlap:
+            self._parts.append(SyntheticLanes(engine.overlap.lanes, acceptance))
+
+    @property
+    def num_applied(self) -> int:
+        return self._parts[-1].num_applied
+
+    def start(self, outcomes: Outcomes) -> None:
+        for part in self._parts:
+            part.start(outcomes)
+
+    def stop(self) -> None:
+        for part in self._parts:
+            part.stop()
+
+
 @dataclass(frozen=True, slots=True)
 class Overruled:
     """The sampled ids with accepted drafts in their place. Reading them waits for the device, as reading the samples
