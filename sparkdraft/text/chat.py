@@ -1,8 +1,6 @@
-"""Renders chat messages with a model's Jinja chat template.
+"""Renders chat messages with a model's Jinja chat template, in a child process with limits (template.py).
 
-Templates are untrusted programs and run in a child process with limits (template.py). `prompt_text` also notes which
-control tokens the template wrote (control.py), and `Tokenizer.encode_chat` turns the result into ids without adding
-special tokens, because the template has written them.
+`prompt_text` also notes which control tokens the template wrote (control.py).
 """
 
 from __future__ import annotations
@@ -21,21 +19,14 @@ _faults: dict[str, str] = {}  # templates that exceeded a limit in fault_of and 
 GREETING = [{"role": "user", "content": "Hi"}]
 
 
-def looked_for(template: str | None) -> frozenset[str]:
-    """The constants that a template compares strings with or splits them at."""
-    return templates.about(template).looked_for if template else frozenset()
-
-
 def variables_of(template: str | None) -> frozenset[str]:
     """The variables that a template reads, such as messages, tools and enable_thinking."""
     return templates.about(template).variables if template else frozenset()
 
 
 def fault_of(template: str | None, special: Mapping[str, Any] | None = None) -> str:
-    """Why a template can render no chat at all, with the line of the error; "" if it can, or if there is no template.
-
-    A greeting is rendered to see that rendering ends; if it does not, `render` refuses the template from then on.
-    """
+    """Why a template can render no chat at all, with the line of the error; "" if it can, or if there is none. If
+    rendering a greeting does not end, `render` refuses the template from then on."""
     try:
         render(template, GREETING, **(special or {}))
     except PastLimit as error:
@@ -104,10 +95,11 @@ def prompt_text(
 ) -> ChatText:
     """Render a chat as the model reads it. special: the model's own tokens, such as bos_token.
 
-    Messages, tools and variables come from the user: what they spell never becomes a control token, unless the template
-    itself looks for that token and it is not in `special`.
+    A control token that messages, tools or variables spell is text, unless the template itself looks for that token and
+    it is not in `special`.
     """
-    spared = looked_for(template) - {token for token in special.values() if isinstance(token, str)}
+    looked_for = templates.about(template).looked_for if template else frozenset()
+    spared = looked_for - {token for token in special.values() if isinstance(token, str)}
     try:
         messages, tools, given = (control.mark(value, spared) for value in (messages, tools, variables or {}))
     except RecursionError:

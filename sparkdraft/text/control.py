@@ -1,14 +1,12 @@
 """Control tokens belong to the chat template: a user's text that spells one stays text.
 
-A template writes control tokens such as <|im_end|> between the messages, and a message may contain the same characters.
 Before rendering, `mark` puts a secret word into every user string wherever it spells a control token, or could become
 part of one together with the template's own characters. `read` removes the words from the rendered text and remembers
 their positions. A control token with such a position inside it was not written by the template alone, and `encode`
 gives it the ids of ordinary text.
 
-The secret word consists of letters and digits, so templates may trim, join or JSON-encode it. It is drawn anew in each
-process, so no request can contain it. It would hide a token from a template that looks for it, as for </think> in an
-earlier answer. chat.py names such tokens, and they are spared: they stay control tokens wherever a message spells them.
+The secret word consists of letters and digits, so templates may trim, join or JSON-encode it, and is drawn anew in each
+process. Tokens that a template looks for in messages, such as </think>, are spared (chat.py): they stay control tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +86,7 @@ class ControlTokens:
 
     def _edges(self, text: str) -> Iterator[int]:
         """Yield positions where the text could form a control token together with what the template writes beside it.
-        Blanks around the text are ignored, because templates trim them."""
+        Templates trim the blanks around it."""
         start, core = len(text) - len(text.lstrip()), text.strip()
         sizes = range(1, min(self._max_chars, len(core) + 1))
         if any(core[:size] in self._tails for size in sizes) or self._is_middle(core):
@@ -98,17 +96,13 @@ class ControlTokens:
                 yield start + len(core) - size + 1
 
     def _is_middle(self, core: str) -> bool:
-        """Whether the text is an inner part of a control token. Plain words do not count: templates write <|user|> from
-        the role 'user'."""
+        """Whether the text is an inner part of a control token. Plain words, such as the role in <|user|>, are not."""
         inner = 0 < len(core) < self._max_chars and not core.replace("_", "").isalnum()
         return inner and any(core in token for token in self._ids)
 
     def encode(self, chat: ChatText) -> list[int]:
-        """Encode so that only the template's control tokens become control tokens.
-
-        The library finds control tokens by their spelling, so the template's own get the secret word before them, and a
-        tokenizer that knows them only by this spelling encodes the text.
-        """
+        """Encode so that only the template's control tokens become control tokens: they get the secret word before
+        them, and a tokenizer that knows them only by this spelling encodes the text."""
         pieces, last = [], 0
         for token in self._by_template(chat):
             pieces += [chat.text[last : token.start()], SECRET, token[0]]

@@ -1,8 +1,7 @@
 """Turns ids into text as they arrive, and finds stop strings in it; the division into pieces never changes the result.
 
-Each id adds bytes, and an incremental UTF-8 decoder returns whole characters only, so half a character is never shown,
-and invalid bytes become U+FFFD exactly as they would in one go. Text that could be the beginning of a stop string is
-held back until that is decided, so text that was given out never has to be taken back.
+Half a character is never shown, and text that could be the beginning of a stop string is held back until that is
+decided.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from sparkdraft.text.events import first_tag, held
 from sparkdraft.text.tokenizer import Vocabulary
 
 
@@ -43,7 +43,6 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in dict.fromkeys(stops) if stop]
-        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self._done = False
 
@@ -54,13 +53,10 @@ class StopFinder:
         if not self._stops:
             return text, False
         self._held += text
-        found = self._first()
-        if found is None:
-            return self._give(self._safe()), False
-        self._done = True
-        out = self._held[:found]
-        self._held = ""
-        return out, True
+        if found := first_tag(self._held, self._stops, 0):
+            out, self._held, self._done = self._held[: found[0]], "", True
+            return out, True
+        return self._give(len(self._held) - held(self._held, self._stops)), False
 
     def finish(self) -> str:
         """Return the text that was held back."""
@@ -69,16 +65,3 @@ class StopFinder:
     def _give(self, count: int) -> str:
         out, self._held = self._held[:count], self._held[count:]
         return out
-
-    def _first(self) -> int | None:
-        """The start of the stop that ends first."""
-        ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        return min(ends)[1] if ends else None
-
-    def _safe(self) -> int:
-        """The length of the held text before the longest suffix that may begin a stop."""
-        for start in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
-            suffix = self._held[start:]
-            if any(stop.startswith(suffix) for stop in self._stops):
-                return start
-        return len(self._held)

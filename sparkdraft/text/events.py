@@ -1,8 +1,7 @@
 """Events of a model's text (content, reasoning, tool calls), and the base of the parsers that find them.
 
 A parser is a generator that reads as if the whole text were there and pauses where the text ends so far. So any
-division into pieces gives the same events, and nothing is held back longer than needed. The formats are in reasoning.py
-and tools/.
+division into pieces gives the same events. The formats are in reasoning.py and tools/.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """A piece of a call's arguments. Joined, they are a JSON object. If the model broke off within the call they stay
-    unfinished JSON, so that no client runs half a call."""
+    """A piece of a call's arguments. Joined, they are a JSON object, unfinished if the model broke off."""
 
     index: int
     text: str
@@ -141,8 +139,7 @@ class Reader(ABC):
             self.at += 1
 
     def find(self, tags: Sequence[str], limit: int = 0) -> Reading[tuple[int, str]]:
-        """Find the first complete tag, without reading: (its start, the tag), or (end of text, "") if there is none
-        within the limit."""
+        """Find the first complete tag: (its start, the tag), or (end of text, "") if there is none within the limit."""
         longest, seen = max(map(len, tags)), self.at
         while (found := first_tag(self.text, tags, seen)) is None:
             seen = max(self.at, len(self.text) - longest + 1)
@@ -151,8 +148,8 @@ class Reader(ABC):
         return found if not limit or found[0] <= self.at + limit else (len(self.text), "")
 
     def copy_until(self, tags: Sequence[str], event: Callable[[str], Event], hold_space: bool = True) -> Reading[str]:
-        """Give out all text before the first of these tags, as early as possible, and read the tag; "" if there is
-        none. White space right before the tag is kept in `space` instead."""
+        """Give out all text before the first of these tags, and read the tag; "" if there is none. White space right
+        before the tag is kept in `space` instead."""
         while True:
             self.cut()
             found = first_tag(self.text, tags, 0)
@@ -169,6 +166,14 @@ class Reader(ABC):
                 self.at = len(self.text)
                 self.give(event(self.text))
                 return ""
+
+    def copy_rest(self) -> Reading[None]:
+        """Give out all text that is left as content."""
+        while True:
+            self.at = len(self.text)
+            self.give(Content(self.text))
+            if not (yield from self.more()):
+                return
 
 
 def first_tag(text: str, tags: Sequence[str], start: int) -> tuple[int, str] | None:
@@ -211,11 +216,7 @@ class _Chain:
 
 class _Plain(Reader):
     def read(self) -> Reading[None]:
-        while True:
-            self.at = len(self.text)
-            self.give(Content(self.text))
-            if not (yield from self.more()):
-                return
+        yield from self.copy_rest()
 
 
 class OnlyCalls:
@@ -232,8 +233,7 @@ class OnlyCalls:
 
 
 def chain(reasoning: Parser | None, tools: Parser | None) -> Parser:
-    """Combine both parsers into one; with neither, everything is content. Harmony's tool parser reads thoughts too,
-    because they share channels."""
+    """Combine both parsers; with neither, everything is content. Harmony's tool parser reads thoughts too."""
     if reasoning is None or getattr(tools, "reads_reasoning", False):
         return tools or _Plain()
     return reasoning if tools is None else _Chain(reasoning, tools)

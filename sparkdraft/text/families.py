@@ -1,8 +1,4 @@
-"""Chat behaviour of model families that their files do not tell, by the `model_type` of config.json.
-
-The marks in a chat template show most of it (style.py looks for them). The table here adds what holds with any
-template: the parsers, whether the model thinks by default, and which tokens end an answer.
-"""
+"""Chat behaviour of model families that their files and templates do not tell, by the `model_type` of config.json."""
 
 from __future__ import annotations
 
@@ -60,10 +56,7 @@ def stop_ids(
     generation: Mapping[str, Any], config: Mapping[str, Any], eos: str | None, id_of: Callable[[str], int | None]
 ) -> frozenset[int]:
     """The tokens that end a text: those of the first of generation_config.json, config.json and its text_config that
-    names some, the tokenizer's end of text, and the family's.
-
-    eos: the tokenizer's end of text, if it has one. id_of: None for a token that the vocabulary does not have.
-    """
+    names some, the tokenizer's end of text (eos), and the family's. id_of: None for a token without an id."""
     family = family_of(config.get("model_type") or "")
     named = (_ids(source.get("eos_token_id")) for source in (generation, config, mapping(config, "text_config")))
     found = {*next(filter(None, named), []), *_known(id_of, [eos] if eos else []), *_known(id_of, family.stops)}
@@ -75,6 +68,5 @@ def _known(id_of: Callable[[str], int | None], tokens: Iterable[str]) -> set[int
 
 
 def _ids(value: Any) -> list[int]:
-    """Check the ids of a file."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return [whole("eos_token_id in the model's generation_config.json or config.json", each) for each in values]

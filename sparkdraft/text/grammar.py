@@ -1,8 +1,7 @@
 """Text that must follow a grammar: which ids may come next, as one bit per id of the vocabulary.
 
-llguidance parses bytes and knows the bytes of every id. A `Grammar` is compiled once and shared; a `GrammarState`
-follows one request's output. A state can look ahead along drafts and return, so each drafted token has the mask that
-plain decoding would have given it. The sampler applies the masks to logits.
+A `Grammar` is compiled once and shared; a `GrammarState` follows one request's output. A state can look ahead along
+drafts and return, so each drafted token has the mask that plain decoding would have given it.
 """
 
 from __future__ import annotations
@@ -22,24 +21,22 @@ from sparkdraft.core import GrammarSpec, TryLater, UserError
 from sparkdraft.text.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 
 MAX_BYTES = 64 * 1024  # of a schema or a grammar as text
 MAX_DEPTH = 100  # nesting of objects and arrays: the compiler's own reader gives up at 123
 MAX_SECONDS = 10.0  # to compile: the limits below are mostly met within one second
-# White space in JSON: none, a space, or a line break and its indentation. Without a limit, a model that prefers blanks
-# to what comes next would write them forever.
+# White space in JSON: none, a space, or a line break and its indentation. Some models would write blanks forever.
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"( |\n {0,16})",
     "lenient": False,
     "coerce_one_of": False,
 }
-# A grammar's lexer keeps every state that any of its requests has met. Two limits bound its cost: the number of states,
-# and the states that one mask may compute (10,000 units take about 2 ms on a slow core). A text that exceeds a limit
-# ends there. A string with a maxLength needs about five states per character, so 50,000 states allow about 10,000
-# characters; most other grammars need some hundred states.
+# A grammar's lexer keeps every state that any of its requests has met. The number of states is bounded, and the states
+# that one mask may compute (10,000 units take about 2 ms on a slow core). A text that exceeds a limit ends there. A
+# string with a maxLength needs about five states per character; most other grammars need some hundred states.
 MAX_LEXER_STATES = 50_000
 STATE_BYTES = 2048  # at most
 STEP_LEXER_FUEL = 10_000
@@ -63,7 +60,7 @@ Result = TypeVar("Result")
 
 
 class GrammarCompiler:
-    """Compiles and caches grammars; thread-safe. The first grammar prepares the vocabulary, which takes 0.3 s."""
+    """Compiles and caches grammars; thread-safe."""
 
     def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
         """vocab_size: the width of the model's logits, often more than the tokenizer's ids."""
@@ -155,10 +152,7 @@ class GrammarState:
         self.failed = False  # an id was refused, or a limit of the parser exceeded
 
     def masks(self, drafts: Sequence[int] = ()) -> Mask:  # [1 + k, bytes], id i is bit i % 8 of byte i // 8
-        """The ids that may follow the text, and those after each of the k drafts up to the first that is refused.
-
-        Only the end may follow a text that is complete or cannot continue.
-        """
+        """The ids that may follow the text, and those after each of the k drafts up to the first that is refused."""
         masks = np.zeros((1 + len(drafts), self._grammar.num_bytes), np.uint8)
         tail = self._tail
         self._fill(masks[0], tail)
@@ -202,8 +196,7 @@ class GrammarState:
         return self._grammar.numbers.tail(tail, ids) if self._grammar.numbers else tail
 
     def _return(self, num_ahead: int) -> None:
-        """Return to the committed text. A matcher that exceeded a limit stays failed, so a new one matches the text
-        from its start."""
+        """Return to the committed text. A matcher that exceeded a limit stays failed: a new one starts over."""
         if not self._matcher.is_error():
             self._matcher.rollback(num_ahead)
         elif not self.failed:
@@ -272,9 +265,9 @@ def _too_deep() -> UserError:
 
 
 def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
-    limits = _limits()
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False)
     matcher = LLMatcher(known, text, log_level=0, limits=limits)
     if matcher.is_error():
         raise UserError(f"{name} cannot be used: {_reason(matcher.get_error())}; change that part of it")
@@ -287,29 +280,18 @@ def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
 
 
 def _try_out(matcher: LLMatcher) -> str:
-    """Return the error of short walks along random allowed ids, where a grammar that exceeds the limits mostly does so;
-    "" if there is none. The seed is fixed."""
+    """Return the error of short random walks, where a grammar that exceeds the limits mostly does so; "" for none."""
     draw = random.Random(0)
     for _ in range(NUM_WALKS):
         tried = matcher.deep_copy()
         for _ in range(NUM_STEPS):
-            ids = _allowed(tried)
+            bits = np.frombuffer(tried.compute_bitmask(), np.uint8)
+            ids = np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
             if tried.is_stopped() or tried.try_consume_tokens([draw.choice(ids)]) != 1:
                 break
         if tried.is_error():
             return tried.get_error()
     return matcher.get_error()
-
-
-def _allowed(matcher: LLMatcher) -> list[int]:
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False)
 
 
 def _reason(message: str) -> str:
@@ -322,11 +304,8 @@ def _reason(message: str) -> str:
 
 
 def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
-    """Run in a thread with a large stack, of which only the used part takes memory.
-
-    Raises TimeoutError after that many seconds, though the thread runs on, because the compiler cannot be stopped.
-    Raises TryLater while MAX_LATE such threads still run.
-    """
+    """Run in a thread with a large stack. Raises TimeoutError after so many seconds, though the thread runs on, because
+    the compiler cannot be stopped; TryLater while MAX_LATE such threads still run."""
     done: list[Result] = []
     raised: list[BaseException] = []
 
@@ -363,12 +342,11 @@ _late: list[threading.Thread] = []
 
 
 class NumberBounds:
-    """Bounds the numbers of JSON: without bounds, small models at temperature 0 write digits until they are stopped.
+    """Bounds the numbers of JSON: small models at temperature 0 would write digits until they are stopped.
 
-    18 digits of an integer part fit into 64 bits; 17 of a fraction and 2 of an exponent keep a double finite. The
-    grammar compiler has no such option, so tokens whose digits would exceed a bound are removed from its mask, except
-    where nothing else may follow: a schema's `minimum`, `const` or `multipleOf` can ask for a longer number. One object
-    serves all grammars of a model.
+    18 digits of an integer part fit into 64 bits; 17 of a fraction and 2 of an exponent keep a double finite. Tokens
+    whose digits would exceed a bound are removed from the mask, except where nothing else may follow: a schema's
+    `minimum`, `const` or `multipleOf` can ask for a longer number.
     """
 
     def __init__(self, tokenizer: Vocabulary, vocab: Mapping[str, int], vocab_size: int) -> None:

@@ -1,7 +1,6 @@
-"""Reasoning formats: which part of a model's text is thinking, in each family's own marks.
+"""Reasoning formats: the marks by which each family tells thoughts from the answer.
 
 A format makes the parser of one answer, and the Lark rules that leave the thoughts before a constrained answer free.
-`by_marks` chooses the format by the marks in the chat template.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from sparkdraft.text.tools.harmony import CHANNEL, MESSAGE, START, HarmonyParser
 
 
 class ReasoningFormat(ABC):
-    """One way to write thoughts. Called with the rendered prompt, it makes the parser of the answer: the end of the
-    prompt shows whether the template has already opened the thoughts, or closed them (no reasoning this time)."""
+    """One way to write thoughts. The end of the rendered prompt shows whether the template has already opened them, or
+    closed them (no reasoning this time)."""
 
     name: ClassVar[str]
     keep_special: ClassVar[bool] = False  # whether the parser needs to see special tokens
@@ -31,11 +30,10 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def __call__(self, prompt: str | None = None, calls: bool = False) -> Parser:
-        """Make the parser. calls: the model has tools, so the beginning of a call ends thoughts that were not closed;
-        without tools it is a quotation."""
+        """Make the parser of the answer. calls: the model has tools, so the beginning of a call ends open thoughts."""
 
     def is_open(self, prompt: str | None) -> bool:
-        """Whether the answer begins within the thoughts. Without the prompt, judged by the end of the template."""
+        """Whether the answer begins within the thoughts. Without a prompt, judged by the end of the template."""
         if prompt is not None:
             return prompt.rstrip().endswith(self.opening)
         _, _, end = self._template.rpartition("add_generation_prompt")
@@ -77,11 +75,7 @@ class ThinkParser(Reader):
                 self.cut()
         else:
             self.at = 0
-        while True:
-            self.at = len(self.text)
-            self.give(Content(self.text))
-            if not (yield from self.more()):
-                return
+        yield from self.copy_rest()
 
 
 class Think(ReasoningFormat):
@@ -93,7 +87,7 @@ class Think(ReasoningFormat):
 
         The answer.
 
-    Only the beginning of an answer can be thoughts: later tags are text. White space around the tags is dropped.
+    Only the beginning of an answer can be thoughts. White space around the tags is dropped.
     """
 
     name = "think"
@@ -163,10 +157,7 @@ class Gemma4Thoughts(ReasoningFormat):
 
 
 class HarmonyAnalysis(ReasoningFormat):
-    """gpt-oss's thoughts: the messages of its analysis channel, which the parser in tools/harmony.py reads.
-
-    A grammar allows one analysis message before the answer, and the final channel's header.
-    """
+    """gpt-oss's thoughts: the messages of its analysis channel, which the parser in tools/harmony.py reads."""
 
     name = "harmony"
     keep_special = True
@@ -200,7 +191,7 @@ def by_marks(template: str) -> tuple[ReasoningFormat | None, str]:
 
 
 def after_thinking(spec: GrammarSpec, form: ReasoningFormat | None, prompt: str) -> GrammarSpec:
-    """The same grammar for the answer, with free thoughts before it. A Lark grammar is left as it is."""
+    """The same grammar with free thoughts before the answer. A Lark grammar is left as it is."""
     rules = form.answer_grammar(prompt) if form else ""
     if not rules or spec.kind == "lark":
         return spec

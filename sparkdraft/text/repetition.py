@@ -1,11 +1,10 @@
 """Repetition in token ids: small models at temperature 0 often repeat themselves until they are stopped.
 
 `repeats` tells the engine to end such a text: its last ids are one pattern, `min_count` times in a row, and at least
-`min_tokens` of them repeat the pattern before. It is checked only at lengths that are multiples of `interval`, which do
-not depend on how many ids a step commits, so drafted text ends where plain text does.
+`min_tokens` of them repeat the pattern before. It is checked at multiples of `interval` ids, however many a step
+commits, so drafted text ends where plain text does.
 
-`find_loops` finds where a finished text begins to loop: training cuts the loop, and the evaluation does not count it,
-because loops are easy to draft. `ends_in_loop` answers yes or no for many texts on their device.
+`find_loops` finds where a finished text begins to loop, for training, which cuts the loop.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def interval(rule: Repetition) -> int:
 
 def repeats(ids: list[int], rule: Repetition) -> bool:
     """Whether ids end in a repetition. Ids are searched as bytes for earlier places of the last few, each of which
-    gives a pattern length to try: this takes some microseconds."""
+    gives a pattern length to try."""
     shortest = max(rule.min_pattern_size, 1)
     if len(ids) < shortest + _needed(rule, shortest):
         return False

@@ -1,7 +1,6 @@
 """Chooses the parsers of a model's thoughts and calls and the switch of its thinking, each with a reason.
 
 Order of precedence: the user's flag, the model's family (families.py), the marks and variables of its chat template.
-OpenAI's `reasoning_effort` is translated into the template's variables, or refused where it has none that fits.
 """
 
 from __future__ import annotations

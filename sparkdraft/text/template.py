@@ -45,8 +45,6 @@ class PastLimit(UserError):
 
 
 class Worker:
-    """The child process, and the connection to it."""
-
     def __init__(self) -> None:
         self.owner = os.getpid()  # a fork of this process must start a worker of its own
         self.socket, theirs = socket.socketpair()
@@ -90,8 +88,7 @@ _worker: Worker | None = None
 
 
 def _ask(task: dict[str, Any]) -> dict[str, Any]:
-    """Run a task in the worker. Raises PastLimit. If something else has killed the worker, such as the system for lack
-    of memory, the task gets a second try."""
+    """Run a task in the worker, again if something else has killed the worker. Raises PastLimit."""
     global _worker
     try:
         sent = json.dumps(task)
@@ -115,15 +112,12 @@ def _ask(task: dict[str, Any]) -> dict[str, Any]:
             if status == -signal.SIGPROF:
                 raise PastLimit(f"takes more than {SECONDS:g} s of CPU time")
         else:
-            raise PastLimit(f"ends the process that it runs in ({_ending(status)})")
+            ending = f"signal {-status}" if status < 0 else f"exit status {status}"
+            raise PastLimit(f"ends the process that it runs in ({ending})")
     found: dict[str, Any] = json.loads(reply)
     if "limit" in found:
         raise PastLimit(found["limit"])
     return found
-
-
-def _ending(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
 @atexit.register

@@ -1,12 +1,11 @@
 """The child process in which chat templates run. text/template.py starts it and talks to it.
 
 A chat template is a program that comes with a model's files. Jinja's sandbox keeps it from files and from Python's
-internals, but not from endless loops, `'x' * 10**10` or `9 ** 10**9`, which block the interpreter or take all memory.
-So templates are parsed, compiled and rendered here, under limits that the operating system enforces: the CPU time of
-each task and the memory of the process. Jinja has the settings and helpers that Hugging Face gives it.
+internals, but not from endless loops or `9 ** 10**9`. So templates run here, under limits on CPU time and memory that
+the operating system enforces. Jinja has the settings and helpers that Hugging Face gives it.
 
-Tasks arrive as lines of JSON on standard input, and answers leave as lines of JSON on standard output. The process ends
-with its input. It runs as a script and imports nothing of this package, so that it starts quickly and stays small.
+Tasks and answers are lines of JSON on standard input and output. It runs as a script and imports nothing of this
+package, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ def _fault(template: str) -> str:
 
 
 def _looked_for(tree: jinja2.nodes.Template) -> set[str]:
-    """The constants that a template compares strings with or splits them at, not those that it only writes, such as
-    <|im_end|>."""
+    """The constants that a template compares strings with or splits them at, not those that it only writes."""
     found: list[Node] = []
     for comparison in tree.find_all(jinja2.nodes.Compare):
         found += [comparison.expr, *(operand.expr for operand in comparison.ops)]

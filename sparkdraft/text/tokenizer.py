@@ -1,7 +1,6 @@
 """Text to ids and ids to bytes, over the `tokenizers` library.
 
-The library encodes. Decoding uses a growing table of the exact bytes of each id, so that streaming, stop strings and
-grammars never decode the same ids twice. detokenize.py turns the bytes into characters, and chat.py renders chats.
+Decoding uses a growing table of the exact bytes of each id; detokenize.py turns the bytes into characters.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ class Tokenizer:
         return cls(checkpoint.tokenizer_json(), checkpoint.special, checkpoint.config, checkpoint.generation)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Encode a plain prompt, in which spelled control tokens become control tokens (unlike in `encode_chat`).
-
-        add_special: adds the begin of text where the model wants one.
-        """
+        """Encode a plain prompt, in which spelled control tokens become control tokens (unlike in `encode_chat`)."""
         _check_unicode(text)
         # As a batch of one, because only then the library releases the GIL.
         return list(self.raw.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
@@ -93,7 +89,7 @@ class Tokenizer:
         return ControlTokens(self.raw)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return str(self.raw.decode(list(ids), skip_special_tokens=skip_special))
+        return self.raw.decode(list(ids), skip_special_tokens=skip_special)
 
     def is_special(self, token: int) -> bool:
         return token in self.special_ids

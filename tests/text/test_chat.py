@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import UserError
-from sparkdraft.text.chat import looked_for, render, variables_of
+from sparkdraft.text.chat import render
+from sparkdraft.text.template import about
 from sparkdraft.weights.checkpoint import open_checkpoint
 
 QWEN = r"""{%- if tools %}
@@ -152,6 +153,6 @@ def test_no_template() -> None:
     ],
 )
 def test_template_errors(template: str, message: str) -> None:
-    variables_of(template), looked_for(template)  # never raise
+    about(template)  # never raises
     with pytest.raises(UserError, match=message):
         render(template, CHATS[0])

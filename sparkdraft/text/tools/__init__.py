@@ -1,7 +1,6 @@
 """Tool-call formats, one file each; `by_marks` chooses the format by the marks in a chat template.
 
-A template without tools, or with marks that no format here reads, gets the generic format, so every model can call
-tools.
+A template without marks that are read gets the generic format, so every model can call tools.
 """
 
 from __future__ import annotations

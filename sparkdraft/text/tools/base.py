@@ -1,9 +1,7 @@
-"""What tool-call formats share: a request's functions in a regular form, and the base of a format (`ToolFormat`).
+"""Shared parts of tool-call formats: a request's functions in a regular form, and the base of a format (`ToolFormat`).
 
-A format says how calls are read, how they are forced, and whether the chat template or we tell the model about its
-tools. The grammar of forced calls has one frame (thoughts if there are any, then one call or several); a format fills
-in one call. A schema that the grammar compiler refuses is replaced by "any object", so a call is constrained less but
-never refused.
+A format says how calls are read and forced, and whether the chat template or we tell the model about its tools. A
+schema that the grammar compiler refuses is replaced by "any object", so a call is constrained less but never refused.
 """
 
 from __future__ import annotations
@@ -66,9 +64,6 @@ class Function:
             if key in self.schema and key not in part:
                 part[key] = self.schema[key]
         return part
-
-    def loosened(self) -> Function:
-        return replace(self, schema=ANY_OBJECT)
 
 
 def functions(tools: Iterable[Any]) -> list[Function]:
@@ -139,8 +134,7 @@ class ToolFormat(ABC):
         """The grammar of forced calls; None if no function fits.
 
         only: exactly one call of this function. parallel: allow several calls. thinking: Lark with a rule `thinking`
-        for what may come before (ReasoningFormat.grammar). answer: Lark for what may come instead of calls, and on
-        further lines the rules that it needs.
+        for what may come before. answer: Lark for what may come instead, and on further lines the rules that it needs.
         """
         chosen = [function for function in functions(tools) if only in (None, function.name)]
         if not chosen:
@@ -148,7 +142,7 @@ class ToolFormat(ABC):
         others = f" ({self.separator} call){{0,{MOST_CALLS - 1}}}" if parallel and only is None else ""
         text = self._grammar(chosen, others, thinking, answer)
         if len(text) > MOST_LETTERS:
-            text = self._grammar([function.loosened() for function in chosen], others, thinking, answer)
+            text = self._grammar([replace(each, schema=ANY_OBJECT) for each in chosen], others, thinking, answer)
         return GrammarSpec("lark", text)
 
     def _grammar(self, chosen: list[Function], others: str, thinking: str, answer: str) -> str:
@@ -171,8 +165,8 @@ class ToolFormat(ABC):
         return ""
 
     def instructions(self, tools: Tools, required: bool = False, only: str | None = None) -> str | None:
-        """Text for the system prompt; None if the chat template describes the tools. required: there must be a call.
-        only: it must be of this function."""
+        """Text for the system prompt; None if the chat template describes the tools. required, only: there must be a
+        call, of this function."""
         return None
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:
@@ -191,8 +185,8 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def function_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The function of a call in a message, with its arguments as an object. Arguments of a call that broke off are no
-    JSON; they become text under a key, because templates fail on anything else."""
+    """The function of a call in a message, with its arguments as an object; those of a call that broke off become text
+    under a key, because templates fail on anything else."""
     function = call.get("function", call)
     function = dict(function) if isinstance(function, Mapping) else {}
     arguments = value = function.get("arguments") or {}

@@ -1,8 +1,7 @@
-"""What the parsers of tool-call formats share: `CallReader`, which begins a call and streams its arguments, and
-`JsonScanner`, which finds the end of a JSON object in text that arrives in pieces.
+"""Shared parts of tool-call parsers: `CallReader` begins a call and streams its arguments, and `JsonScanner` finds the
+end of a JSON object in text that arrives in pieces.
 
-A call begins only when it is certain to be one. Until then its text is kept, and text that turns out not to be a call
-is content. The formats know the marks around a call.
+A call begins only when it is certain to be one; text that turns out not to be a call is content.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ def literal(word: str) -> str | None:
 
 
 class JsonScanner:
-    """An automaton with an explicit stack, so that deep nesting cannot overflow ours. It repairs what models get wrong
-    without changing the meaning: raw line breaks in strings, backslashes that escape nothing, Python's True, False and
-    None. inside: begin within an object, after one of its members."""
+    """An automaton with a stack of its own. It repairs raw line breaks in strings, backslashes that escape nothing, and
+    Python's True, False and None. inside: begin within an object, after one of its members."""
 
     def __init__(self, inside: bool = False) -> None:
         self.done = False
@@ -67,8 +65,8 @@ class JsonScanner:
         self._word = ""  # a number or name that may continue, or the letters of an escape: not given out yet
 
     def push(self, text: str, start: int = 0) -> tuple[int, str]:
-        """Scan text; returns how far the object reaches in it, and its repaired text. A character that cannot belong to
-        the object sets `broken`; a word that is not JSON is then given out as it is."""
+        """Scan text; returns how far the object reaches in it, and its repaired text. A character or word that cannot
+        belong to the object sets `broken`."""
         at, out = start, []
         while at < len(text) and not self.done and not self.broken:
             if self._state == STRING and (run := PLAIN.match(text, at)):
@@ -252,8 +250,8 @@ class CallReader(Reader):
         return True
 
     def json_call(self) -> Reading[bool]:
-        """Read a call written as one JSON object; False, with nothing read, if there is none. The arguments stream if
-        the keys are in the usual order, and come at once otherwise."""
+        """Read a call written as one JSON object; False, with nothing read, if there is none. The arguments stream
+        where the keys are in the usual order."""
         start = self.at
         name = yield from self.head()
         if name is None:

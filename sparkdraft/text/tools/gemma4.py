@@ -2,8 +2,8 @@
 
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3,units:[<|"|>C<|"|>]}<tool_call|>
 
-Keys are bare, strings are between <|"|> marks, and the rest looks like JSON; it is streamed as JSON. The model often
-omits the opening marks of strings, and sometimes uses plain quotes: both are read.
+Keys are bare, strings are between <|"|> marks, and the rest looks like JSON; it is streamed as JSON. Strings without
+their opening marks, and with plain quotes, are read too.
 """
 
 from __future__ import annotations
@@ -214,31 +214,27 @@ def _response(message: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
 
 
 class _Rules:
-    """Turns a schema into Lark: the common kinds of values, and any value for rarer ones. A part that is used again, or
-    contains itself, becomes one rule."""
+    """Turns a schema into Lark: the common kinds of values, and any value for rarer ones."""
 
     def __init__(self, function: Function, prefix: str, rules: list[str]) -> None:
         self._function, self._prefix, self._rules = function, prefix, rules
         self._names: dict[int, str] = {}
 
     def _named(self, body: str) -> str:
-        self._rules.append("")
-        return self._define(len(self._rules) - 1, body)
-
-    def _define(self, index: int, body: str) -> str:
-        name = f"{self._prefix}_{index}"
-        self._rules[index] = f"{name}: {body}"
+        name = f"{self._prefix}_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
         return name
 
     def value(self, schema: Any, depth: int) -> str:
+        """A rule per part of the schema, whose name is known before its body, because a part may contain itself."""
         schema = self._function.resolve(schema)
         if not isinstance(schema, dict) or depth > MAX_DEPTH // 2:
             return "any_value"
         if id(schema) not in self._names:
             index = len(self._rules)
+            name = self._names[id(schema)] = f"{self._prefix}_{index}"
             self._rules.append("")
-            self._names[id(schema)] = f"{self._prefix}_{index}"
-            self._define(index, self._body(schema, depth))
+            self._rules[index] = f"{name}: {self._body(schema, depth)}"
         return self._names[id(schema)]
 
     def _body(self, schema: dict[str, Any], depth: int) -> str:

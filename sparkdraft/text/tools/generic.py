@@ -13,20 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkdraft.text.events import Parser, Reading
-from sparkdraft.text.tools.base import (
-    Function,
-    Messages,
-    ToolFormat,
-    Tools,
-    calls_of,
-    content_text,
-    function_of,
-    functions,
-    json_rule,
-    lark,
-)
+from sparkdraft.text.tools.base import Function, Messages, Tools, calls_of, content_text, function_of, functions
 from sparkdraft.text.tools.calls import ARGUMENTS, call_of, is_half_object
-from sparkdraft.text.tools.hermes import CLOSE, OPEN, HermesParser
+from sparkdraft.text.tools.hermes import CLOSE, OPEN, Hermes, HermesParser
 
 
 class GenericParser(HermesParser):
@@ -73,18 +62,14 @@ class GenericParser(HermesParser):
         return key in ARGUMENTS or (key == "name" and (yield from self.string()) in self.functions)
 
 
-class Generic(ToolFormat):
+class Generic(Hermes):
     name = "generic"
-    separator = '"\\n"'
+    keep_special = False
+    gap = ""
     parallel = False  # models without training in calls repeat theirs until they are stopped
 
     def parser(self, tools: Tools) -> Parser:
         return GenericParser(tools)
-
-    def call_rules(self, rule: str, function: Function) -> str:
-        head = lark(f'{OPEN}{{"name": {lark(function.name)}, "arguments": ')
-        tail = lark("}" + CLOSE)
-        return f"{rule}: {head} {rule}_arguments {tail}\n{rule}_arguments: {json_rule(function.schema)}"
 
     def instructions(self, tools: Tools, required: bool = False, only: str | None = None) -> str | None:
         known = functions(tools)
@@ -117,7 +102,7 @@ class Generic(ToolFormat):
 
 
 def _append_result(out: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Append a result. Results of several calls share one message, because templates want alternating roles."""
+    """Append a result. Results of several calls share one message: templates want alternating roles."""
     text = f"<tool_response>\n{content_text(message.get('content'))}\n</tool_response>"
     if out and out[-1].get("role") == "user" and str(out[-1].get("content")).endswith("</tool_response>"):
         out[-1]["content"] += "\n" + text

@@ -3,9 +3,8 @@
     <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant
     <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The prompt ends with "<|start|>assistant", so the first header continues from there. A recipient makes a message a call;
-it may come before or after the channel, also in the analysis channel. Analysis is reasoning, all else is content. A
-header that breaks off is dropped.
+The prompt ends with "<|start|>assistant", so the first header continues from there. A recipient makes a message a call,
+in any channel. Analysis is reasoning, all else is content. A header that breaks off is dropped.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Arguments stream. White space around calls is not content; a tag without a call is, unless the text ends within the
-call. Some models write several objects within one pair of tags: each is a call.
+White space around calls is not content; a tag without a call is, unless the text ends within the call. Some models
+write several objects within one pair of tags: each is a call.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ class Hermes(ToolFormat):
     name = "hermes"
     keep_special = True  # the tags are special tokens in some of these models
     separator = '"\\n"'
+    gap: ClassVar[str] = "\n"  # between a tag and the call
 
     def parser(self, tools: Tools) -> Parser:
         return HermesParser(tools)
 
     def call_rules(self, rule: str, function: Function) -> str:
-        head = lark(f'{OPEN}\n{{"name": {lark(function.name)}, "arguments": ')
-        tail = lark("}\n" + CLOSE)
+        head = lark(f'{OPEN}{self.gap}{{"name": {lark(function.name)}, "arguments": ')
+        tail = lark("}" + self.gap + CLOSE)
         return f"{rule}: {head} {rule}_arguments {tail}\n{rule}_arguments: {json_rule(function.schema)}"

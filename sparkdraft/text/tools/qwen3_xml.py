@@ -8,10 +8,10 @@
     </function>
     </tool_call>
 
-Values are raw text whose JSON types are in the tool's schema, so each is given out when it is complete. These models
-omit tags, the outer ones or a closing one before the next parameter, and write some twice; such calls are read too. A
-value may contain </parameter> itself, as XML files do: within a line it belongs to the value unless the next parameter
-or the end of the call follows, and on a line of its own if it closes a <parameter ...> of the value.
+Values are raw text whose JSON types are in the tool's schema, so each is given out when it is complete. Calls with
+omitted or doubled tags are read too. A value may contain </parameter> itself: within a line it belongs to the value
+unless the next parameter or the end of the call follows, and on a line of its own if it closes a <parameter ...> of the
+value.
 """
 
 from __future__ import annotations
@@ -213,8 +213,7 @@ class Qwen3Xml(ToolFormat):
         return "\n".join(rules)
 
     def common_rules(self) -> str:
-        """Rules for text, limited to what the parser reads as one value: it may contain closing tags, but no end of a
-        value, and no closing tag on a line of its own."""
+        """Rules for text that the parser reads as one value: without its end, or a closing tag on a line of its own."""
         shut, tail, key = f"\n{PARAMETER_END}\n", lark(f"\n{CLOSE}"), '/[^<>\\n]+/ ">\\n"'
         end, call_end = rf"<\/parameter>{SPACE}*", rf"<\/function>{SPACE}{{0,8}}<\/tool_call>"
         numbers = range(2, MOST_OTHERS + 1)
