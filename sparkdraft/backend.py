@@ -29,7 +29,7 @@ class ModelInfo:
     special: dict[str, Any]  # bos_token and so on as text, for the chat template
     eos_ids: list[int]
     chat_template: str | None
-    sampling: dict[str, float]  # the model's own values for what a request leaves out (defaults.py)
+    sampling: dict[str, float]  # the model's own values for what a request leaves out (config.py)
     plan: str  # in words
     plan_facts: dict[str, Any]  # device, dtype, kernels, max_seqs, kv_tokens, ...
     fallbacks: list[dict[str, str]]  # name and reason of each

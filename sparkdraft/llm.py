@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import OPENAI_SAMPLING, EngineConfig, usable_defaults
 from sparkdraft.core import Fact, Fallback, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError, whole
-from sparkdraft.defaults import OPENAI, usable_defaults
 from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import load
 from sparkdraft.text import chat
@@ -139,7 +138,7 @@ class LLM:
         """The sampling parameters that the model's authors recommend (generation_config.json), with the given changes.
         Methods of this class do not use them by themselves: SamplingParams() is greedy. A value that is wrong there is
         left out, and `fallbacks` names it."""
-        return SamplingParams(**(OPENAI | usable_defaults(self.checkpoint.generation)[0] | changes))
+        return SamplingParams(**(OPENAI_SAMPLING | usable_defaults(self.checkpoint.generation)[0] | changes))
 
     def kv_errors(self) -> dict[str, Any] | None:
         """In tq_mode capture_only: the relative errors of keys, values and attention's results through coding."""

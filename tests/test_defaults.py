@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sparkdraft.config import describe_sampling, model_defaults, parse_sampling, sampling_in_effect, usable_defaults
 from sparkdraft.core import UserError
-from sparkdraft.defaults import describe, model_defaults, parse, resolve, usable_defaults
 from sparkdraft.llm import LLM
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.gguf import sampling_of
@@ -51,10 +51,10 @@ def test_the_server_leaves_a_wrong_value_out_and_says_so() -> None:
 
 def test_what_a_user_sets() -> None:
     model = {"temperature": 0.6, "top_p": 0.95}
-    assert resolve("model", model) == model and resolve("model", {}) == {"temperature": 1.0}
-    assert resolve("openai", model) == {"temperature": 1.0}
-    assert resolve("temperature=0.3, top_k=5", model) == {"temperature": 0.3, "top_p": 0.95, "top_k": 5}
-    assert resolve("openai,top_p=0.5", model) == {"temperature": 1.0, "top_p": 0.5}
+    assert sampling_in_effect("model", model) == model and sampling_in_effect("model", {}) == {"temperature": 1.0}
+    assert sampling_in_effect("openai", model) == {"temperature": 1.0}
+    assert sampling_in_effect("temperature=0.3, top_k=5", model) == {"temperature": 0.3, "top_p": 0.95, "top_k": 5}
+    assert sampling_in_effect("openai,top_p=0.5", model) == {"temperature": 1.0, "top_p": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,15 @@ def test_what_a_user_sets() -> None:
 )
 def test_a_setting_that_can_not_be_read(setting: str) -> None:
     with pytest.raises(UserError, match="sampling_defaults"):
-        parse(setting)
+        parse_sampling(setting)
 
 
 def test_said_in_words() -> None:
-    assert describe({"temperature": 0.2, "top_p": 0.9}) == "temperature 0.2, top_p 0.9"
-    assert describe({"temperature": 0.0, "top_p": 0.9, "repetition_penalty": 1.1}) == "greedy, repetition_penalty 1.1"
+    assert describe_sampling({"temperature": 0.2, "top_p": 0.9}) == "temperature 0.2, top_p 0.9"
+    assert (
+        describe_sampling({"temperature": 0.0, "top_p": 0.9, "repetition_penalty": 1.1})
+        == "greedy, repetition_penalty 1.1"
+    )
 
 
 def test_gguf_files_say_it_themselves_or_are_in_the_table() -> None:

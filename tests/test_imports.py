@@ -16,7 +16,6 @@ ROOMS = (
     "core",
     "util",
     "backend",
-    "defaults",
     "weights",
     "kernels",
     "text",
@@ -55,7 +54,6 @@ NO_TORCH = [
     "engine.profile",
     "models.common.config",
     "models.common.keys",
-    "models.common.kv",
     "models.common.layers",
     "models.common.sizes",
     # every architecture: reading a config.json needs no torch

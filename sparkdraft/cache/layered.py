@@ -18,8 +18,7 @@ from sparkdraft.cache.formats.dense import BorrowedLayer
 from sparkdraft.cache.states import RecurrentStates
 from sparkdraft.cache.windows import WindowGroup, WindowLayer
 from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
-from sparkdraft.models.common.kv import LayerKV, LayerState
-from sparkdraft.models.common.layers import AttentionSpec, RecurrentSpec
+from sparkdraft.models.common.layers import AttentionSpec, LayerKV, LayerState, RecurrentSpec
 
 
 class LayeredKV(KVCache):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
-    from sparkdraft.models.common.kv import LayerKV
+    from sparkdraft.models.common.layers import LayerKV
 
 USUAL_CONTEXT = 8192  # tokens assumed per request when memory is divided between full layers and windows
 LARGEST_SHARE = 0.75  # of the room for K/V: a context that nobody asked for and that takes more gets half of it

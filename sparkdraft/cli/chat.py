@@ -33,8 +33,8 @@ from sparkdraft.cli.options import (
     standard_input,
 )
 from sparkdraft.cli.parser import suggestion
+from sparkdraft.config import SAMPLING_KINDS
 from sparkdraft.core import REPETITION, FinishReason, SamplingParams, UserError
-from sparkdraft.defaults import KINDS
 from sparkdraft.util.progress import errors
 from sparkdraft.weights.hub import cache_dir
 
@@ -59,7 +59,7 @@ PROMPT, CONTINUED = "> ", "  "
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
-    add_sampling_flags(parser, DEFAULTS, from_model=KINDS)
+    add_sampling_flags(parser, DEFAULTS, from_model=SAMPLING_KINDS)
     add_engine_flags(parser, profile=True)
 
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NoReturn
 from sparkdraft import __version__
 from sparkdraft.bridges.container_env import container_notes
 from sparkdraft.cli.serve_options import CHOICES, add_serve_flags, add_vllm_flags, read_choices, read_config
+from sparkdraft.config import describe_sampling
 from sparkdraft.core import UserError
-from sparkdraft.defaults import describe
 from sparkdraft.operate.canary.findings import summary
 from sparkdraft.server.config import ServerConfig
 
@@ -174,7 +174,7 @@ def _say_ready(service: Service) -> None:
     )
     drafter = f"{info.drafter['name']}, up to {info.drafter['max_depth']} drafts per step" if info.drafter else "none"
     say(f"  drafter: {drafter}")
-    say(f"  sampling: {describe(service.sampling)}, unless a request sets its own (--sampling-defaults)")
+    say(f"  sampling: {describe_sampling(service.sampling)}, unless a request sets its own (--sampling-defaults)")
     if info.canary:
         say(f"  canary: {summary(info.canary)}")
     for fact in service.text.style.facts if service.text else ():

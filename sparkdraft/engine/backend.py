@@ -12,9 +12,8 @@ import torch
 
 from sparkdraft.backend import BackendStatus, CodingError, ModelInfo, Report
 from sparkdraft.cache.formats import CALIBRATION
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import EngineConfig, usable_defaults
 from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput, UserError
-from sparkdraft.defaults import usable_defaults
 from sparkdraft.engine.caches import held_units
 from sparkdraft.engine.coding_errors import MOST_CHARS, coding_errors
 from sparkdraft.engine.engine import Engine

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sparkdraft.cache.formats import CALIBRATION, kv_format
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import EngineConfig, usable_defaults
 from sparkdraft.core import Fallback, UserError
-from sparkdraft.defaults import usable_defaults
 from sparkdraft.drafters.base import DrafterCaps
 from sparkdraft.drafters.find import DraftSource
 from sparkdraft.drafters.ngram import NGRAM_DEPTH

@@ -47,7 +47,6 @@ DEFAULTS = {  # of transformers, which published files leave out
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     text, outer = text_config(config)
     text = DEFAULTS | text
     only = only_values("hidden_act hidden_activation", "gelu_pytorch_tanh") | only_values("mlp_bias", False)
@@ -71,7 +70,7 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _ropes(text: Mapping[str, Any]) -> dict[str, Any]:
-    """By type of layer, as new files have it. Old ones have a rope_theta for each, and stretch full layers alone."""
+    """RoPE by type of layer, as new files have it. Old ones have a theta for each, and stretch full layers only."""
     given, thetas = mapping(text, "rope_parameters"), _thetas(text)
     if FULL in given or SLIDING in given:
         return {each: {"rope_theta": theta, **mapping(given, each)} for each, theta in thetas.items()}

@@ -57,7 +57,6 @@ GLOBAL_HEAD_DIM = 512
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     text, outer = text_config(config)
     unknown = check_keys(text, ONLY, READ)
     text["rope_parameters"] = text.get("rope_parameters") or ROPES
@@ -84,7 +83,7 @@ def _attention(text: Mapping[str, Any], layer: int, layer_type: str, window: int
 
 
 def _heads(text: Mapping[str, Any], layer: int, layer_type: str) -> dict[str, Any]:
-    """What a layer's heads have of their own: by layer in files of transformers, for all full layers in others."""
+    """A layer's own numbers of heads: by layer in files of transformers, for all full layers in others."""
     if text.get("per_layer_config") is not None:
         given = {str(key): value for key, value in mapping(text, "per_layer_config").items()}
         own = dict(mapping(given, str(layer), "config.json (per_layer_config)"))

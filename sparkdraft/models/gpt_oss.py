@@ -46,7 +46,6 @@ YARN = {
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     unknown = check_keys(config, only_values("mlp_bias", True), READ)
     config = {"attention_bias": True, "rope_theta": THETA, "rms_norm_eps": 1e-5, **config}
     if not config.get("rope_scaling") and not config.get("rope_parameters"):

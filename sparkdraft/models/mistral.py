@@ -26,7 +26,6 @@ build = llama.build  # windows are in the layers' specs
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     unknown = check_keys(config, only_values("qk_norm use_qk_norm attention_bias mlp_bias", False))
     window = window_of({"sliding_window": WINDOW, **config})
     types = types_of(config, [SLIDING if window else FULL] * layer_count(config))

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: Llama's shape in files that hold q, k and v as one matrix, and gate and up as another.
 
-A part of each head's lanes may be left as it is. Files that stretch their positions (longrope) are refused.
+Rotary embedding may be partial. Files that stretch their positions (longrope) are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ build = llama.build  # blocks find a fused matrix by its name
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     only = only_values("qk_norm use_qk_norm attention_bias mlp_bias", False)
     unknown = check_keys(config, only, "partial_rotary_factor original_max_position_embeddings")
     kind = rope_of(config, reads="partial_rotary_factor")["rope_type"]

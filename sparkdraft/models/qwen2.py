@@ -17,7 +17,6 @@ build = llama.build  # biases and windows are in the layers' specs
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     unknown = check_keys(config, only_values("qk_norm use_qk_norm attention_bias mlp_bias use_mrope", False))
     model = dense_config(config, qk_norm=False, windows=qwen_windows(config, layer_count(config)))
     layers = []

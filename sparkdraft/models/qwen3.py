@@ -16,7 +16,6 @@ build = llama.build  # norms and windows are in the layers' specs
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     unknown = check_keys(config, only_values("qk_norm use_qk_norm", True))
     model = dense_config(config, qk_norm=True, windows=qwen_windows(config, layer_count(config)))
     return replace(model, unknown_keys=unknown)

@@ -21,7 +21,6 @@ MROPE = ("mrope_section", "mrope_interleaved")
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     text, outer = text_config(config)
     has_experts = "_moe" in text["model_type"]
     unknown = check_keys(text, qwen3_next.ONLY, qwen3_next.READ + (qwen3_next.EXPERTS_READ if has_experts else ""))

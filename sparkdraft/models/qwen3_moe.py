@@ -30,7 +30,6 @@ READ = """
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     only = only_values("mlp_bias shared_expert_intermediate_size", False) | only_values("qk_norm use_qk_norm", True)
     unknown = check_keys(config, only, READ)
     attention = replace(attention_of(config), qk_norm=True)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.core import UserError
 from sparkdraft.kernels.ops import Ops
+from sparkdraft.models import llama
 from sparkdraft.models.common.config import (
     FULL,
     ModelConfig,
@@ -22,7 +22,7 @@ from sparkdraft.models.common.config import (
     need,
     types_of,
 )
-from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.keys import check_keys, damaged, only_values
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.util.fields import flag, whole
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("qwen3_next",)
 RECURRENT = "linear_attention"
 INTERVAL = 4  # every so many layers one has attention
-ROTATED = 0.25  # share of a head's lanes that turn
+ROTATED = 0.25  # share of each head that is rotated
 # mamba_ssm_dtype: states are float32 whatever it says. The numbers of mtp layers concern a drafter in the same file.
 READ = """
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
@@ -49,7 +49,6 @@ ONLY = {
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    """Raises UserError where the config asks for a computation that is not built."""
     own = "norm_topk_prob decoder_sparse_step mlp_only_layers"
     unknown = check_keys(config, ONLY, f"{READ} {EXPERTS_READ} {own}")
     experts = replace(experts_with_shared(config), renormalise=flag(config, "norm_topk_prob", True))
@@ -60,15 +59,12 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def mixers_of(config: Mapping[str, Any]) -> list[AttentionSpec | RecurrentSpec]:
-    """Of each layer: gated attention, or a recurrence."""
+    """Each layer's gated attention or recurrence."""
     rotated = {"partial_rotary_factor": config.get("partial_rotary_factor") or ROTATED}
     attention = replace(attention_of({**config, **rotated}, partial=True), qk_norm=True, gated=True)
     keys, values = need(config, "linear_num_key_heads"), need(config, "linear_num_value_heads")
     if values % keys:
-        raise UserError(
-            f"config.json has linear_num_value_heads {values} and linear_num_key_heads {keys}, which does not divide "
-            "it: fetch it again."
-        )
+        raise damaged(f"linear_num_value_heads {values} and linear_num_key_heads {keys}, which does not divide it")
     dims = need(config, "linear_key_head_dim"), need(config, "linear_value_head_dim")
     recurrent = RecurrentSpec(keys, values, *dims, conv_width=need(config, "linear_conv_kernel_dim"))
     every = whole(config, "full_attention_interval") or INTERVAL
@@ -86,29 +82,4 @@ def experts_with_shared(config: Mapping[str, Any]) -> ExpertsSpec:
 
 
 def build(config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:
-    from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
-    from sparkdraft.models.common.delta_net import DeltaNet
-    from sparkdraft.models.common.experts import load_experts
-    from sparkdraft.models.common.keys import leave_others, text_prefix
-    from sparkdraft.models.common.rope import RopeTables
-
-    prefix, ropes = text_prefix(load), RopeTables(context, load.device)
-    embedding = load.embedding(f"{prefix}embed_tokens", config.vocab_size, config.hidden_size)
-    layers = []
-    for i, spec in enumerate(config.layers):
-        name = f"{prefix}layers.{i}"
-        mlp = load_experts if isinstance(spec.mlp, ExpertsSpec) else GatedMLP
-        layers.append(
-            DecoderLayer(
-                load_norm(config, load, f"{name}.input_layernorm"),
-                DeltaNet(spec.mixer, config, load, f"{name}.linear_attn", ops)
-                if isinstance(spec.mixer, RecurrentSpec)
-                else Attention(spec.mixer, config, load, f"{name}.self_attn", ops, ropes),
-                load_norm(config, load, f"{name}.post_attention_layernorm"),
-                mlp(spec.mlp, config, load, f"{name}.mlp", ops),
-            )
-        )
-    norm, head = load_norm(config, load, f"{prefix}norm"), load_head(config, load, embedding)
-    leave_others(load)
-    load.finish()
-    return Decoder(config, layers, embedding, head, norm, context, ops, load.dtype)
+    return llama.build(config, load, ops, context, has_others=True)

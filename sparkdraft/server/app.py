@@ -31,9 +31,8 @@ from sparkdraft.server.engine_client import EngineClient, EngineError
 from sparkdraft.server.guards import Auth, BodyLimit, Hosts, Linger, accepted_hosts, check_head
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
-from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.shapes import dumps
-from sparkdraft.server.protocol.validation import from_validation, unreadable
+from sparkdraft.server.protocol.validation import ApiError, as_sentence, from_validation, unreadable
 from sparkdraft.server.routes import router
 from sparkdraft.server.service import Service, as_api_error
 from sparkdraft.util.names import alike

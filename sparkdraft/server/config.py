@@ -15,8 +15,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sparkdraft import defaults
-from sparkdraft.config import ENGINE_FIELDS, EngineConfig, option
+from sparkdraft.config import ENGINE_FIELDS, EngineConfig, option, parse_sampling
 from sparkdraft.core import UserError
 from sparkdraft.text.families import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from sparkdraft.util.names import did_you_mean
@@ -85,7 +84,7 @@ class ServerConfig:
         for name in ("hang_seconds", "step_seconds"):
             if not 0 <= getattr(self, name) <= 86400:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be between 0 (no limit) and 86400")
-        defaults.parse(self.sampling_defaults)
+        parse_sampling(self.sampling_defaults)
         parsers = {"reasoning_parser": (*REASONING_PARSERS, NONE), "tool_parser": TOOL_PARSERS}
         for name, known in parsers.items():
             if getattr(self, name) not in (AUTO, *known):

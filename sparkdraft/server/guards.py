@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.protocol.errors import ApiError, unavailable
+from sparkdraft.server.protocol.validation import ApiError, unavailable
 
 CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used again
 BODY_SECONDS = 30.0  # longest wait for another byte of a body, and for a whole body in addition to BODY_RATE

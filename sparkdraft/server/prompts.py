@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import GrammarSpec, SamplingParams, UserError
 from sparkdraft.server.protocol.chat import ChatFields, ChatMessage, ChatRequest, ResponseFormat, ToolCallIn, as_json
-from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.sampling import ALL, SamplingFields
+from sparkdraft.server.protocol.validation import ApiError, as_sentence
 from sparkdraft.text import chat
 from sparkdraft.text.control import ChatText
 from sparkdraft.text.events import OnlyCalls, Parser, chain

@@ -24,8 +24,8 @@ from sparkdraft.server.protocol.completions import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.shapes import Json, dumps, token_name
+from sparkdraft.server.protocol.validation import ApiError
 from sparkdraft.server.service import Service, service_of
 from sparkdraft.server.stream import Job, Reply
 

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from sparkdraft.backend import ModelInfo
-from sparkdraft.defaults import resolve
+from sparkdraft.config import sampling_in_effect
 from sparkdraft.operate.canary.findings import FAILED, TOOLS
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineClient, EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.guards import Gate
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
-from sparkdraft.server.protocol.errors import ApiError, as_sentence, unavailable
+from sparkdraft.server.protocol.validation import ApiError, as_sentence, unavailable
 from sparkdraft.server.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Service:
     @property
     def sampling(self) -> dict[str, float]:
         """The values for fields that a request leaves out."""
-        return resolve(self.config.sampling_defaults, self.client.info.sampling if self.client.info else {})
+        return sampling_in_effect(self.config.sampling_defaults, self.client.info.sampling if self.client.info else {})
 
     @property
     def facts(self) -> list[dict[str, str]]:

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from sparkdraft.core import FinishReason, SamplingParams
 from sparkdraft.server.engine_client import EngineError, RequestRefused
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.errors import ApiError, unavailable
 from sparkdraft.server.protocol.shapes import Answer, Json, dumps
+from sparkdraft.server.protocol.validation import ApiError, unavailable
 from sparkdraft.server.service import Service, as_api_error
 
 SSE_HEADERS = [

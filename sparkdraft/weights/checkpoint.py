@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
+from sparkdraft.util.fields import read_json
 from sparkdraft.util.names import did_you_mean, user_path
 from sparkdraft.util.progress import progress
 from sparkdraft.weights import hub
-from sparkdraft.weights.folder_files import read_json
 from sparkdraft.weights.hub import ALLOW, IGNORE, cached_snapshot, explained, fetch_config
 from sparkdraft.weights.quant.stated import FILES, read_stated
 

@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.util.fields import mapping
-from sparkdraft.weights.folder_files import read_chat_template, read_json
+from sparkdraft.util.fields import mapping, read_chat_template, read_json
 from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.base import Unread
 from sparkdraft.weights.quant.formats import check_config, check_matrix, find_matrices, unused_tensors

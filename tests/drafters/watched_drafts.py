@@ -24,7 +24,7 @@ from sparkdraft.drafters.base import Anchors, Pick, Score
 from sparkdraft.kernels.reference.turboquant import is_uncoded
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
-from sparkdraft.models.common.kv import LayerKV
+from sparkdraft.models.common.layers import LayerKV
 from tests.models.tiny import oracle
 
 SOURCES = {"sliding_attention": 4, "full_attention": 5}  # layers of the tiny target, the last of each type

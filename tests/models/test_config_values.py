@@ -17,9 +17,8 @@ import transformers
 
 from sparkdraft import LLM
 from sparkdraft.cli.main import main
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import EngineConfig, usable_defaults
 from sparkdraft.core import UserError
-from sparkdraft.defaults import usable_defaults
 from sparkdraft.drafters.assistant import TYPE
 from sparkdraft.drafters.find import read_draft_config
 from sparkdraft.models.common.config import ModelConfig
@@ -33,7 +32,7 @@ from sparkdraft.util.fields import LIMITS, MAX_LAYERS, MAX_TOKENS
 from sparkdraft.weights.checkpoint import open_checkpoint, read_config_json, tensor_names
 from sparkdraft.weights.quant.formats import check_config
 from sparkdraft.weights.quant.stated import read_stated
-from tests.drafters.tiny_assistant import CLUSTERS, TEXT
+from tests.drafters.tiny_assistant import TEXT
 from tests.drafters.tiny_drafter import body, speculators, zlab
 from tests.models.tiny import NESTED, SHAPE, VARIANTS, write_tiny
 
@@ -110,7 +109,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     ),
     "zlab-swa": zlab(body(), inner={"use_swa": True, "swa_window_size": 8}, is_causal=False),
     "speculators": speculators(body("sf", window=8), target_hidden_size=96),
-    "assistant": {"model_type": TYPE, "text_config": TEXT, "backbone_hidden_size": 64, **CLUSTERS},
+    "assistant": {"model_type": TYPE, "text_config": TEXT, "backbone_hidden_size": 64},
 }  # fmt: skip
 
 

@@ -34,8 +34,7 @@ from sparkdraft.models.common.blocks import (
 )
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.experts import load_experts
-from sparkdraft.models.common.kv import LayerKV
-from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeSpec
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerKV, LayerSpec, RopeSpec
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader

@@ -14,8 +14,7 @@ from pydantic_core.core_schema import ErrorType
 
 from sparkdraft.server.protocol.chat import ChatRequest
 from sparkdraft.server.protocol.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from sparkdraft.server.protocol.errors import ApiError
-from sparkdraft.server.protocol.validation import ALLOWED, JSON_MISTAKES, from_validation, shown
+from sparkdraft.server.protocol.validation import ALLOWED, JSON_MISTAKES, ApiError, from_validation, shown
 from tests.server.conftest import Live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -23,8 +23,8 @@ from sparkdraft.server import guards
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineClient
 from sparkdraft.server.guards import Gate, accepted_hosts
-from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.shapes import finite
+from sparkdraft.server.protocol.validation import ApiError
 from sparkdraft.server.service import TEXT_THREADS
 from sparkdraft.text import template as templates
 from sparkdraft.text.control import ChatText

@@ -35,8 +35,8 @@ from sparkdraft.server.app import Errors, send_warm_up_requests
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.guards import Auth, BodyLimit, Hosts, Linger, accepted_hosts
 from sparkdraft.server.metrics import PREFIX, Metrics
-from sparkdraft.server.protocol.errors import ApiError, unavailable
 from sparkdraft.server.protocol.shapes import dumps
+from sparkdraft.server.protocol.validation import ApiError, unavailable
 from sparkdraft.server.run import http_config
 
 POLL = 0.05

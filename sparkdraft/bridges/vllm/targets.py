@@ -19,9 +19,9 @@ from sparkdraft.drafters.find import EMBEDDED, in_target, kind_of, read_draft_co
 from sparkdraft.drafters.pairs import KnownDrafter
 from sparkdraft.models.registry import read_config
 from sparkdraft.text.reasoning import by_marks
+from sparkdraft.util.fields import read_chat_template
 from sparkdraft.util.names import user_path
 from sparkdraft.weights.checkpoint import read_config_json
-from sparkdraft.weights.folder_files import read_chat_template
 from sparkdraft.weights.hub import portable_name
 
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # some layers are recurrent

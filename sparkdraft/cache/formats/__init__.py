@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sparkdraft.cache.groups import CacheGroup
     from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
-    from sparkdraft.models.common.kv import LayerKV, LayerState
+    from sparkdraft.models.common.layers import LayerKV, LayerState
 
 EXACT = "exact"  # the default: every other format is compared with it
 CALIBRATION = Path(__file__).parent.parent.parent / "assets" / "calibration.txt"  # any text, for formats that learn

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sparkdraft.cache.groups import CacheGroup
     from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
-    from sparkdraft.models.common.kv import LayerKV
+    from sparkdraft.models.common.layers import LayerKV
 
 HUGE_PAGE = 1 << 21  # bytes
 ALIGNED = 64  # a tensor inside another begins at a multiple of this many elements

@@ -22,7 +22,7 @@ from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import KERNEL_LIMITS, PLANES, block_width, check_bits, token_bytes
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec
-from sparkdraft.models.common.sizes import kv_bytes_per_token, most
+from sparkdraft.models.common.sizes import kv_bytes_per_token
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
     from sparkdraft.kernels.turboquant.store import CodedLayer
-    from sparkdraft.models.common.kv import LayerKV
+    from sparkdraft.models.common.layers import LayerKV
 
 MODES = ("off", "hybrid", "full_tq", "capture_only")
 SLACK = 1.4  # a sound cache's error is below this times that of random vectors; 64 tokens are off it by up to a tenth
@@ -145,8 +145,8 @@ class TurboQuant(KVFormat):
         copies of the decoded keys and values."""
         if config.tq_mode != "capture_only":
             return 0
-        queries = most(spec.query_width for spec in model.attention)
-        keys = most(spec.kv_width for spec in model.attention)
+        queries = max((spec.query_width for spec in model.attention), default=0)
+        keys = max((spec.kv_width for spec in model.attention), default=0)
         return max_step_tokens * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
 
     def plan(self, config: Any, layers: Sequence[AttentionSpec], room: Room) -> CodedPlan:

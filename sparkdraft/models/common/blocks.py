@@ -1,8 +1,8 @@
 """The blocks decoders are built of: attention over the paged cache, a gated MLP, and the stack that joins them.
 
-All run on one ragged batch of rows (prompt chunks, decode rows and drafts alike) and share one `Step` that says where
-the rows stand. The residual stream is one tensor that blocks add to in place; what it holds after chosen blocks can be
-recorded (`aux_hidden`), which is all that models know of drafting.
+All run on one ragged batch of tokens (prompt chunks, decode tokens and drafts alike) and share one `Step`. The residual
+stream is one tensor that blocks add to in place; its values after chosen blocks can be stored (`aux_hidden`), which is
+all that models know of drafting.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.ops import AttentionParams, AttentionView, Norm, Normed, Ops, RopeArgs
 from sparkdraft.models.common.config import FINAL, ModelConfig
-from sparkdraft.models.common.kv import LayerKV, LayerState
-from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, RecurrentSpec
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerKV, LayerState, RecurrentSpec
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import ExpertLinear, Linear
 from sparkdraft.weights.loader import Loader
@@ -28,16 +27,14 @@ HEADS = ("lm_head", "language_model.lm_head")  # the second in older files that 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a batch's rows stand: the same for every layer."""
+    """A batch's tokens: the same for every layer."""
 
-    token_ids: Tensor  # int32 [rows]
-    positions: Tensor  # int32 [rows]
-    slots: Tensor  # int32 [rows], where each row's K/V goes; negative: nowhere
+    token_ids: Tensor  # int32 [tokens]
+    positions: Tensor  # int32 [tokens]
+    slots: Tensor  # int32 [tokens], where each token's K/V goes; negative: nowhere
     view: AttentionView
     kv: Sequence[LayerKV | LayerState]  # by layer, each of the kind that its mixer uses
-    # int32 [1]: rows from here on belong to no sequence (view.query_start[-1]), and no expert is read for them. None:
-    # there are none.
-    live: Tensor | None = None
+    live: Tensor | None = None  # int32 [1]: tokens from here on are padding, and no expert is read for them; None: none
 
 
 class Attention:
@@ -83,7 +80,7 @@ class Attention:
         return RopeArgs(positions, self.rope, num_heads, self.num_kv_heads, q_norm, self.k_norm, self.eps, values)
 
     def result(self, normed: Normed, step: Step, kv: LayerKV) -> tuple[Tensor, Linear]:
-        """What the rows see of the cache, and the matrix that leads it back to the stream."""
+        """Attention's result, and the matrix that leads it back to the stream."""
         made = self.ops.norm_linear(normed, self.qkv)
         qkv = made[:, : self.width]
         kv.write(qkv, self.rope_args(step.positions, self.spec.num_heads), step.slots)
@@ -95,8 +92,7 @@ class Attention:
 
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
-        added = self.ops.add_linear(normed.x, *self.result(normed, step, kv), then)
-        return added
+        return self.ops.add_linear(normed.x, *self.result(normed, step, kv), then)
 
 
 class GatedMLP:
@@ -114,16 +110,15 @@ class GatedMLP:
         return [self.gate_up, self.down]
 
     def result(self, normed: Normed) -> tuple[Tensor, Linear]:
-        """The gated rows, and the matrix that leads them back to the stream."""
+        """The gated tokens, and the matrix that leads them back to the stream."""
         return self.ops.norm_gated(normed, self.gate_up, self.activation), self.down
 
     def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
-        added = self.ops.add_linear(normed.x, *self.result(normed), then)
-        return added
+        return self.ops.add_linear(normed.x, *self.result(normed), then)
 
 
 class Mixer(Protocol):
-    """What lets rows see each other: attention, which is handed a LayerKV, or a recurrence, with a LayerState."""
+    """Lets tokens see each other: attention, which is handed a LayerKV, or a recurrence, with a LayerState."""
 
     @property
     def matrices(self) -> list[Linear]: ...
@@ -132,7 +127,7 @@ class Mixer(Protocol):
 
 
 class MLP(Protocol):
-    """What treats each row by itself: dense, or experts."""
+    """Treats each token by itself: dense, or experts."""
 
     @property
     def matrices(self) -> Sequence[Linear | ExpertLinear]: ...
@@ -158,7 +153,7 @@ class DecoderLayer:
 
 
 class Layer(Protocol):
-    """One layer of a decoder. Another order of norms and sums than `DecoderLayer`'s is another class."""
+    """One layer of a decoder; another order of norms and sums is another class."""
 
     @property
     def input_norm(self) -> Norm: ...
@@ -170,7 +165,7 @@ class Layer(Protocol):
 
 
 class Decoder:
-    """Embedding, layers, final norm, head. An architecture differs in what its layers are."""
+    """Embedding, layers, final norm, head."""
 
     def __init__(
         self,
@@ -192,8 +187,8 @@ class Decoder:
         return [*(matrix for layer in self.layers for matrix in layer.matrices), self.head]
 
     def nbytes(self, rows: float) -> float:
-        """Bytes of weights that one pass over so many rows reads: of the embedding only a few rows, which are left out,
-        and of a layer's experts those that the rows reach (ExpertsSpec.reached)."""
+        """Bytes of weights that one pass over so many tokens reads, without the embedding: of a layer's experts those
+        that the tokens reach."""
         total: float = self.head.nbytes
         for spec, layer in zip(self.config.layers, self.layers, strict=True):
             share = spec.mlp.reached(rows) / spec.mlp.num_experts if isinstance(spec.mlp, ExpertsSpec) else 1
@@ -201,10 +196,10 @@ class Decoder:
         return total
 
     def forward(self, step: Step, aux_layers: Sequence[int] = (), aux_hidden: Tensor | None = None) -> Tensor:
-        """Run every row through the layers: the last residual [rows, hidden], before the final norm.
+        """Run every token through the layers: the last residual [tokens, hidden], before the final norm.
 
-        The residual after block aux_layers[i] goes to aux_hidden[:, i] (aux_hidden [rows, len(aux_layers), hidden], or
-        each row's ring of such, by position); of FINAL, what the final norm makes of the last residual.
+        The residual after block aux_layers[i] goes to aux_hidden[:, i] (aux_hidden [tokens, len(aux_layers), hidden],
+        or each token's ring of such, by position); of FINAL, the final norm of the last residual.
         """
         normed = Normed(self.embed(step.token_ids), self.layers[0].input_norm)
         for i, (layer, then) in enumerate(following(self.layers, self.norm)):
@@ -212,28 +207,23 @@ class Decoder:
             if aux_hidden is not None and i in aux_layers:
                 self.ops.store_aux(normed.x, aux_hidden, aux_layers.index(i), step.positions)
         if aux_hidden is not None and FINAL in aux_layers:
-            self.ops.store_aux(
-                self.ops.rms_norm(normed.x, *self.norm), aux_hidden, aux_layers.index(FINAL), step.positions
-            )
-        return normed.x  # the prepared norm is dropped: a row's logits must not depend on the rows beside it
+            final = self.ops.rms_norm(normed.x, *self.norm)
+            self.ops.store_aux(final, aux_hidden, aux_layers.index(FINAL), step.positions)
+        return normed.x  # the prepared norm is dropped: a token's logits must not depend on the tokens beside it
 
-    def embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]
-        """What the first layer reads."""
-        rows = self.ops.embed(ids, self.embedding, self.config.embedding_scale)
-        return rows
+    def embed(self, ids: Tensor) -> Tensor:  # int32 [tokens] -> [tokens, hidden]
+        return self.ops.embed(ids, self.embedding, self.config.embedding_scale)
 
-    def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> float32 [rows, vocab]
-        out = self.ops.norm_logits(Normed(residual, self.norm), self.head, self.config.softcap)
-        return out
+    def logits(self, residual: Tensor) -> Tensor:  # [tokens, hidden] -> float32 [tokens, vocab]
+        return self.ops.norm_logits(Normed(residual, self.norm), self.head, self.config.softcap)
 
     def scores(self, residual: Tensor) -> Tensor:
-        """The logits in the weights' own type: of thousands of rows float32 would take twice the memory."""
+        """The logits in the weights' own type, which takes half the memory."""
         out = self.ops.norm_linear(Normed(residual, self.norm), self.head)
         return torch.tanh(out / self.config.softcap) * self.config.softcap if self.config.softcap else out
 
-    def likeliest(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> int64 [rows], the logits' argmax
-        out = self.ops.norm_argmax(Normed(residual, self.norm), self.head, self.config.softcap)
-        return out
+    def likeliest(self, residual: Tensor) -> Tensor:  # [tokens, hidden] -> int64 [tokens], the logits' argmax
+        return self.ops.norm_argmax(Normed(residual, self.norm), self.head, self.config.softcap)
 
 
 def load_gated_qkv(spec: AttentionSpec, load: Loader, name: str, hidden: int) -> Linear:

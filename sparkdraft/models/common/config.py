@@ -1,8 +1,6 @@
-"""A model's dimensions: its ends (vocabulary, hidden size) and one spec per layer (models/common/layers.py). No torch.
+"""A model's dimensions: its ends (vocabulary, hidden size) and one spec per layer (models/common/layers.py).
 
-Each architecture's file reads its own config.json into this record (models/registry.py finds the file); GGUF metadata
-is translated to such a config first. `dense_config` and `uniform_config` describe models whose layers are all alike:
-Llama's kind, and DFlash drafters.
+Each architecture's file reads its own config.json into this record; GGUF metadata is translated to such a config first.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdraft.core import UserError
-from sparkdraft.models.common.keys import refused, rope_of
+from sparkdraft.models.common.keys import damaged, refused, rope_of
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, LayerSpec, RopeSpec
 from sparkdraft.util.fields import MAX_TOKENS, flag, listed, real, text, whole
 
@@ -30,8 +28,8 @@ class ModelConfig:
     rms_eps: float = 1e-6
     tie_embeddings: bool = False
     norm_plus_one: bool = False  # files hold the gains of RMS norms less 1
-    embedding_scale: float = 1.0  # of the rows that the first layer reads
-    softcap: float = 0.0  # logits are bent to stay within it, by a tanh; 0: as they are
+    embedding_scale: float = 1.0
+    softcap: float = 0.0  # of the logits, by a tanh; 0: none
     unknown_keys: tuple[str, ...] = ()  # of config.json: ignored, and shown to the user
 
     @property
@@ -40,16 +38,16 @@ class ModelConfig:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """Of the layers that have attention, in order."""
+        """The attention layers, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
     def cached_attention(self) -> tuple[AttentionSpec, ...]:
-        """Of the layers that keep keys and values of their own."""
+        """The layers that keep keys and values of their own."""
         return tuple(spec for spec in self.attention if spec.kv_from is None)
 
     def uniform(self) -> tuple[AttentionSpec, DenseSpec]:
-        """The attention and MLP of a model whose layers are all alike; others have no such pair."""
+        """The attention and MLP of a model whose layers are all alike."""
         first = self.layers[0]
         if any(layer != first for layer in self.layers):
             raise UserError(f"the layers of this {self.model_type} model differ; this needs a model of equal layers")
@@ -61,11 +59,8 @@ class ModelConfig:
 def dense_config(
     config: Mapping[str, Any], qk_norm: bool, windows: Sequence[int] = (), partial: bool = False
 ) -> ModelConfig:
-    """A config.json of Llama's kind. Which of its other keys may be ignored is for the caller to check.
-
-    windows: of each layer, 0 where it sees everything; none where all do. partial: whether a part of each head's lanes
-    may be left as it is.
-    """
+    """A config.json of Llama's kind. windows: of each layer, 0: everything; () if all see everything. partial: allows
+    partial rotary embedding."""
     attention = replace(attention_of(config, partial=partial), qk_norm=qk_norm)
     mlp = DenseSpec(need(config, "intermediate_size"), bias=flag(config, "mlp_bias"))
     layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows or (0,) * layer_count(config)]
@@ -85,7 +80,7 @@ def layer_count(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[bool]:
-    """Of each layer of a Qwen model, whether it has experts."""
+    """Whether each layer of a Qwen model has experts."""
     step, dense = whole(config, "decoder_sparse_step") or 1, listed(config, "mlp_only_layers", int) or ()
     return [i not in dense and (i + 1) % step == 0 for i in range(layer_count(config))]
 
@@ -97,13 +92,13 @@ def softcap_of(config: Mapping[str, Any]) -> float:
 
 
 def experts_of(config: Mapping[str, Any], counts: str, chosen: str) -> tuple[int, int]:
-    """How many experts there are, and how many a row is sent to. Where a file has several names for one, they agree."""
+    """The numbers of experts, and of those that a token is sent to. counts, chosen: the names of each, which agree."""
     found = []
     for names in (counts.split(), chosen.split()):
         given = {name: need(config, name) for name in names if config.get(name) is not None}
         if len(set(given.values())) > 1:
             said = " and ".join(f"{name} {value}" for name, value in given.items())
-            raise UserError(f"config.json has {said}, which are the same number elsewhere: fetch it again.")
+            raise damaged(f"{said}, which are the same number elsewhere")
         found.append(next(iter(given.values()), None) or need(config, names[0]))
     if found[1] > found[0]:
         raise UserError(f"config.json sends a row to {found[1]} of {found[0]} experts: fetch it again.")
@@ -111,23 +106,14 @@ def experts_of(config: Mapping[str, Any], counts: str, chosen: str) -> tuple[int
 
 
 def attention_of(config: Mapping[str, Any], layer_type: str = "", partial: bool = False) -> AttentionSpec:
-    """Heads, scale and rotation in the keys that most files have; what is special is for the caller to replace.
-
-    partial: whether a part of each head's lanes may be left as it is.
-    """
+    """Heads, scale and rotation in the keys that most files have. partial: allows partial rotary embedding."""
     heads, bias = need(config, "num_attention_heads"), flag(config, "attention_bias")
     head_dim = whole(config, "head_dim") or need(config, "hidden_size") // heads
     if head_dim < 1:
-        raise UserError(
-            f"config.json has hidden_size {config['hidden_size']} and num_attention_heads {heads}, which leaves heads "
-            "without lanes: fetch it again."
-        )
+        raise damaged(f"hidden_size {config['hidden_size']} and num_attention_heads {heads}, which leaves empty heads")
     kv_heads = whole(config, "num_key_value_heads") or heads
     if heads % kv_heads:
-        raise UserError(
-            f"config.json has num_attention_heads {heads} and num_key_value_heads {kv_heads}, which does not divide "
-            "it: fetch it again."
-        )
+        raise damaged(f"num_attention_heads {heads} and num_key_value_heads {kv_heads}, which does not divide it")
     rope = rope_spec(config, head_dim, layer_type, "partial_rotary_factor" if partial else "")
     return AttentionSpec(heads, kv_heads, head_dim, rope, scale=head_dim**-0.5, bias=bias, output_bias=bias)
 
@@ -146,8 +132,7 @@ def decoder_config(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Mo
 
 
 def _stretched(layer: LayerSpec) -> int:
-    """Tokens that a yarn was added for: Qwen's cards add it to config.json, and leave the number of positions as it
-    was."""
+    """Tokens that a yarn was added for: Qwen's cards leave the number of positions as it was."""
     scaling = layer.mixer.rope.scaling if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope else None
     if not scaling or scaling.get("rope_type") != "yarn" or not scaling.get("original_max_position_embeddings"):
         return 0
@@ -161,10 +146,8 @@ def _stretched(layer: LayerSpec) -> int:
 
 
 def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", reads: str = "") -> RopeSpec:
-    """The rope of a config.json; layer_type and reads as in `rope_of`.
-
-    An architecture that rotates a part of each head reads "partial_rotary_factor", which may be beside the dict too.
-    """
+    """The rope of a config.json; layer_type and reads as in `rope_of`. "partial_rotary_factor" may be beside the dict
+    too."""
     rope = rope_of(config, layer_type, reads)
     theta = real(rope if rope.get("rope_theta") else config, "rope_theta", 1.0) or 10000.0
     scaling = rope if rope["rope_type"] != "default" else None
@@ -228,16 +211,14 @@ def window_of(config: Mapping[str, Any]) -> int:
 def types_of(
     config: Mapping[str, Any], otherwise: Sequence[str], known: tuple[str, ...] = (FULL, SLIDING)
 ) -> list[str]:
-    """The type of each layer, one of the known; otherwise: where the config does not say."""
+    """The type of each layer, one of the known. otherwise: where the config has none."""
     given = listed(config, "layer_types", str)
     types = list(otherwise) if given is None else given
     for each in types:
         if each not in known:
             raise refused("layer_types with", each, known)
     if len(types) != len(otherwise):
-        raise UserError(
-            f"config.json has {len(types)} layer_types and num_hidden_layers {len(otherwise)}: fetch it again."
-        )
+        raise damaged(f"{len(types)} layer_types and num_hidden_layers {len(otherwise)}")
     return types
 
 
@@ -265,10 +246,7 @@ def every_nth_full(num_layers: int, pattern: int) -> list[str]:
 
 
 def refuse_windows(config: Mapping[str, Any], slides_by_default: bool) -> None:
-    """All layers must see the whole context.
-
-    slides_by_default: whether a sliding_window counts without use_sliding_window.
-    """
+    """All layers must see the whole context. slides_by_default: a sliding_window counts without use_sliding_window."""
     for each in listed(config, "layer_types", str) or ():
         if each != FULL:
             raise refused("layer_types with", each, (FULL,))

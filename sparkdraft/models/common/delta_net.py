@@ -1,8 +1,8 @@
 """The recurrent mixer of Qwen3-Next and Qwen3.5, a gated DeltaNet: a short convolution, a delta rule, a gated norm.
 
-The operators, and what a layer keeps between steps, are defined in kernels/reference/recurrent.py. Projections are one
-matrix here: queries, keys and values of the convolution, then the gate of the norm, then a (decay) and b (step) of each
-value head. Files of Qwen3.5 have these parts one by one, files of Qwen3-Next interleaved by key head.
+The operators are defined in kernels/reference/recurrent.py. Projections are one matrix here: queries, keys and values
+of the convolution, then the gate of the norm, then a (decay) and b (step) of each value head. Files of Qwen3.5 have
+these parts one by one, files of Qwen3-Next interleaved by key head.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from torch import Tensor
 from sparkdraft.kernels.ops import DeltaParams, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.config import ModelConfig
-from sparkdraft.models.common.kv import LayerState
-from sparkdraft.models.common.layers import AttentionSpec, RecurrentSpec
+from sparkdraft.models.common.layers import AttentionSpec, LayerState, RecurrentSpec
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 
@@ -47,12 +46,11 @@ class DeltaNet:
         qkv = ops.causal_conv(made[:, :gates], self.conv, kv.memory, kv.slots, step.view)
         mixed = ops.delta_rule(qkv, made[:, rest:], kv.memory, kv.slots, step.view, self.params)
         seen = ops.gated_norm(mixed, made[:, gates:rest], self.gain, self.eps)
-        added = ops.add_linear(normed.x, seen, self.out, then)
-        return added
+        return ops.add_linear(normed.x, seen, self.out, then)
 
 
 def load_projections(spec: RecurrentSpec, load: Loader, name: str, hidden: int) -> Linear:
-    """Queries, keys, values, gates, a, b; each of all heads."""
+    """Queries, keys, values, gates, a and b of all heads."""
     heads, values = spec.num_value_heads, spec.num_value_heads * spec.value_dim
     if not load.has(f"{name}.in_proj_qkvz.weight"):
         rows = {"qkv": spec.conv_channels, "z": values, "a": heads, "b": heads}
@@ -66,6 +64,6 @@ def load_projections(spec: RecurrentSpec, load: Loader, name: str, hidden: int) 
 
 
 def _by_key_head(spec: RecurrentSpec, *widths: int) -> list[Tensor]:
-    """Which rows of a file each part has, if the parts of every key head are together there, in this order."""
+    """The rows of each part in a file that keeps the parts of every key head together, in this order."""
     rows = torch.arange(spec.num_key_heads * sum(widths)).view(spec.num_key_heads, -1)
     return [part.flatten() for part in rows.split(widths, dim=1)]

@@ -1,8 +1,7 @@
-"""A mixture of experts: a router sends each row to a few gated MLPs, and their weighted results are added up.
+"""A mixture of experts: a router sends each token to a few gated MLPs, and their weighted results are added up.
 
 A checkpoint holds experts one by one, or all of a layer in one tensor; both are kept as one `ExpertLinear` per
-projection. The computation, and the order of its sums, is `norm_experts` of kernels/reference. Beside the experts
-that a router chooses there may be one that all rows pass through.
+projection. Beside the experts that a router chooses there may be one that all tokens pass through.
 """
 
 from __future__ import annotations
@@ -40,28 +39,23 @@ class Experts:
         return [self.router, self.gate_up, self.down]
 
     def route(self, normed: Normed, step: Step) -> Routing:
-        routing = self.ops.norm_route(
-            normed, self.router, self.spec.top_k, self.spec.renormalise, self.scale, step.live
-        )
-        return routing
+        spec = self.spec
+        return self.ops.norm_route(normed, self.router, spec.top_k, spec.renormalise, self.scale, step.live)
 
     def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
         routing = self.route(normed, step)
-        added = self.ops.add_experts(normed, routing, self.gate_up, self.down, self.spec.activation, then)
-        return added
+        return self.ops.add_experts(normed, routing, self.gate_up, self.down, self.spec.activation, then)
 
-    def result(self, normed: Normed, routing: Routing) -> Tensor:  # [rows, hidden]
-        """What is not added to the stream yet."""
-        out = self.ops.norm_experts(normed, routing, self.gate_up, self.down, self.spec.activation)
-        return out
+    def result(self, normed: Normed, routing: Routing) -> Tensor:  # [tokens, hidden], not added to the stream yet
+        return self.ops.norm_experts(normed, routing, self.gate_up, self.down, self.spec.activation)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExperts:
-    """x += experts(norm(x)) + sigmoid(gate(norm(x))) * mlp(norm(x)): one expert is everybody's, as far as a row wants.
+    """x += experts(norm(x)) + sigmoid(gate(norm(x))) * mlp(norm(x)): one expert is for every token.
 
-    The gate is a number per row, so it may as well multiply what the last matrix reads. What that matrix reads is made
-    before the stream is changed.
+    The gate is a number per token, so it may as well multiply the last matrix's input, which is made before the stream
+    is changed.
     """
 
     experts: Experts
@@ -77,8 +71,7 @@ class SharedExperts:
         inside, down = self.mlp.result(normed)
         ops.sigmoid_gate(inside, ops.norm_linear(normed, self.gate))
         self.experts.add_to(normed, step, then)
-        added = ops.add_linear(normed.x, inside, down, then)
-        return added
+        return ops.add_linear(normed.x, inside, down, then)
 
 
 LoadExperts = Callable[[DenseSpec | ExpertsSpec, ModelConfig, Loader, str, Ops], MLP]

@@ -1,9 +1,8 @@
-"""What each key of a config.json means to this engine: read, ignored, or refused.
+"""Each key of a config.json is read, ignored, or refused.
 
-A key that changes what the model computes is honoured, or it is refused by name unless its value switches it off; keys
-that describe training, generation or the file itself are ignored. A key that is in none of the tables may be either.
-Refusing it would shut out every checkpoint whose author left a note in its config, so it is ignored as well, and the
-plan tells the user its name (`ModelConfig.unknown_keys`).
+A key that changes what the model computes is honoured, or refused by name unless its value switches it off; keys that
+describe training, generation or the file itself are ignored. So is a key that is in none of the tables, and the plan
+tells the user its name (`ModelConfig.unknown_keys`).
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ READ = _names("""
     attention_bias mlp_bias sliding_window use_sliding_window max_window_layers layer_types
     quantization_config compression_config
 """)
-# Names, training, classes and flags of transformers, and defaults of generation that old files keep here. Keys that
-# begin with an underscore are transformers' own notes and are ignored too.
+# Names, training, classes and flags of transformers, and defaults of generation that old files keep here.
 IGNORED = _names("""
     architectures name_or_path transformers_version transformers.js_config unsloth_version unsloth_fixed
     is_llama_config torch_dtype dtype use_bfloat16 torchscript tf_legacy_loss tokenizer_class model_max_length
@@ -106,16 +104,15 @@ def check_keys(config: Config, more: Allowed, read: str = "") -> tuple[str, ...]
 
 
 def rope_of(config: Config, layer_type: str = "", reads: str = "") -> dict[str, Any]:
-    """How positions are turned, checked: rope_scaling counts before rope_parameters, as in transformers.
+    """The rotation, checked: rope_scaling counts before rope_parameters, as in transformers.
 
-    layer_type: of a config that may have one dict per type of layer; a flat one is for all types. reads: further keys
-    that the architecture honours, or that change nothing in a text.
+    layer_type: of a config that may have one dict per type of layer. reads: further keys that the architecture honours.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = mapping(config, name)
     if layer_type and any(isinstance(value, Mapping) for value in given.values()):
         if not isinstance(given.get(layer_type), Mapping):
-            raise UserError(f"config.json has {name} without those of {layer_type!r} layers: fetch it again.")
+            raise damaged(f"{name} without those of {layer_type!r} layers")
         given = given[layer_type]
     rope = {key: value for key, value in given.items() if value is not None}
     kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
@@ -127,7 +124,7 @@ def rope_of(config: Config, layer_type: str = "", reads: str = "") -> dict[str, 
             raise refused(f"{name} with {key}", value, ROPE_ONLY.get(key, ()))
     for key in ROPE_KINDS[kind]:
         if key not in rope:
-            raise UserError(f"config.json has {name} of the kind {kind!r} without a {key}: fetch it again.")
+            raise damaged(f"{name} of the kind {kind!r} without a {key}")
     _check_numbers(rope, f"config.json ({name})")
     return rope
 
@@ -144,6 +141,10 @@ def _check_numbers(rope: Config, where: str) -> None:
         )
 
 
+def damaged(what: str) -> UserError:
+    return UserError(f"config.json has {what}: fetch it again.")
+
+
 def refused(key: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
     runs = " or ".join(map(repr, allowed)) or "null"
     return UserError(
@@ -152,7 +153,7 @@ def refused(key: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
     )
 
 
-# ---- models that also see and hear: their text model is one part of the file and of its config.json
+# ---- multimodal models: the text model is one part of the file and of its config.json
 
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # the first that the file has
@@ -180,10 +181,7 @@ def unread_names(drafts: bool) -> tuple[str, ...]:
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The text model's own config, under the whole file's model_type, and the outer keys that are not known.
-
-    Files with only the text model have no `text_config` and no prefix before its tensors.
-    """
+    """The text model's own config, under the whole file's model_type, and the outer keys that are not known."""
     if config.get("text_config") is None:
         return dict(config), ()
     inner = mapping(config, "text_config")

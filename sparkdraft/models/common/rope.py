@@ -1,7 +1,6 @@
 """Rotary position tables: cosines and sines of every position, for plain RoPE and its published ways of stretching it.
 
-A table is made once at load, in float32, as long as the context that will be served, so that no kernel computes angles.
-Layers whose specs are equal share one.
+A table is made once at load, in float32, as long as the context that will be served. Layers with equal specs share one.
 """
 
 from __future__ import annotations

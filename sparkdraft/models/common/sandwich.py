@@ -1,4 +1,4 @@
-"""Layers with a norm before and after each sublayer, as Gemma 3 and 4 have them, and what their models share."""
+"""Layers with a norm before and after each sublayer, as Gemma 3 and 4 have them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from sparkdraft.models.common.blocks import Attention, Decoder, GatedMLP, Step, 
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.experts import Experts
 from sparkdraft.models.common.keys import leave_others, text_prefix
-from sparkdraft.models.common.kv import LayerKV
-from sparkdraft.models.common.layers import LayerSpec
+from sparkdraft.models.common.layers import LayerKV, LayerSpec
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import ExpertLinear, Linear
 from sparkdraft.weights.loader import Loader
@@ -40,8 +39,7 @@ class DenseSublayer:
         return self.mlp.matrices
 
     def output(self, normed: Normed, step: Step) -> Tensor:
-        out = self.mlp.ops.linear(*self.mlp.result(normed))
-        return out
+        return self.mlp.ops.linear(*self.mlp.result(normed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,7 @@ class DenseAndExperts:
         dense = ops.rms_norm(ops.linear(*self.mlp.result(normed)), *self.mlp_after)
         routing = self.experts.route(Normed(x, self.router_norm), step)
         routed = self.experts.result(Normed(x, self.experts_norm), routing)
-        both = ops.add_normed(dense, routed, self.experts_after, self.experts_after)  # nobody reads that norm
-        return both.x
+        return ops.add_normed(dense, routed, self.experts_after, self.experts_after).x  # nobody reads that norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +85,7 @@ class SandwichLayer:
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         seen = self.ops.linear(*self.attention.result(normed, step, kv))
         normed = self.ops.add_normed(normed.x, seen, self.attention_after, self.mlp_norm)
-        output = self.mlp.output(normed, step)
-        added = self.ops.add_normed(normed.x, output, self.mlp_after, then, self.scale)
-        return added
+        return self.ops.add_normed(normed.x, self.mlp.output(normed, step), self.mlp_after, then, self.scale)
 
 
 LoadSublayer = Callable[[LayerSpec, ModelConfig, Loader, str, Ops], Sublayer]

@@ -1,7 +1,6 @@
 """Sums over a model's layers: weights, multiplications, cache and activations. Only this file has such formulas.
 
-Counts are numbers, not bytes; the caller multiplies by the item size, because weights, caches and activations have
-different types. The plan, the benchmarks and the trainer use this. No torch.
+Counts are numbers, not bytes: weights, caches and activations have different types.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ class LayerSizes:
     """Counts for one layer. Norms, biases and other vectors are left out: together they are less than 0.1 %."""
 
     held: int  # weights of its matrices
-    active: int  # weights that one row is multiplied by, so without the experts that are not chosen
+    active: int  # weights that one token is multiplied by, so without the experts that are not chosen
     kv: int  # keys and values that one token adds to the cache
-    queries: int  # numbers of one row that are multiplied with each key it sees
-    projected: int  # numbers that the mixer's projections make of one row
-    mixed: int  # numbers of one row that the mixer gives to its last projection
-    mlp: int  # numbers of one row in the MLP: what its projections make, and their product
+    queries: int  # numbers of one token that are multiplied with each key it sees
+    projected: int  # numbers that the mixer's projections make of one token
+    mixed: int  # numbers of one token that the mixer gives to its last projection
+    mlp: int  # numbers of one token in the MLP: what its projections make, and their product
     state: int = 0  # numbers that a request keeps however long it is
     expert: int = 0  # of the weights held, those of one expert
     spec: ExpertsSpec | None = None  # of the experts, where the layer has them
 
     def read(self, rows: float) -> float:
-        """Weights that a step over so many rows reads: of the experts, those that a row is sent to."""
+        """Weights that a step over so many tokens reads: of the experts, those that a token is sent to."""
         return self.held - (self.spec.num_experts - self.spec.reached(rows)) * self.expert if self.spec else self.held
 
 
@@ -66,13 +65,9 @@ def _mixer(spec: AttentionSpec | RecurrentSpec, hidden: int) -> LayerSizes:
 
 def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
     if isinstance(spec, ExpertsSpec):
-        router, expert, shared = (
-            hidden * spec.num_experts,
-            3 * hidden * spec.intermediate_size,
-            3 * hidden * spec.shared_size,
-        )
+        router, expert = hidden * spec.num_experts, 3 * hidden * spec.intermediate_size
+        shared = 3 * hidden * spec.shared_size + (hidden if spec.shared_gate else 0)
         made = 3 * (spec.top_k * spec.intermediate_size + spec.shared_size) + spec.num_experts
-        shared += hidden if spec.shared_gate else 0
         held, active = spec.num_experts * expert + shared + router, spec.top_k * expert + shared + router
         return LayerSizes(held, active, 0, 0, 0, 0, made, expert=expert, spec=spec)
     weights = 3 * hidden * spec.intermediate_size
@@ -103,7 +98,6 @@ def layer_matrices(spec: LayerSpec, hidden: int) -> dict[str, Matrices]:
 
 
 def count(matrices: Matrices) -> int:
-    """Weights."""
     return sum(rows * width for rows, width in matrices)
 
 
@@ -116,7 +110,7 @@ def _gated(inner: int, hidden: int, count: int = 1) -> Matrices:
 class ModelSizes:
     layers: tuple[LayerSizes, ...]
     hidden: int
-    head: int  # weights of the head, which every sampled row is multiplied by
+    head: int  # weights of the head, which every sampled token is multiplied by
     embedding: int  # weights of an embedding that is not the head
 
     @property
@@ -125,7 +119,7 @@ class ModelSizes:
 
     @property
     def active(self) -> int:
-        """Weights that one row is multiplied by, including the head."""
+        """Weights that one token is multiplied by, including the head."""
         return self.active_in_layers + self.head
 
     @property
@@ -133,8 +127,8 @@ class ModelSizes:
         return sum(layer.active for layer in self.layers)
 
     def read(self, rows: float) -> float:
-        """What a step over so many rows reads, the head included. Rows are taken to choose their experts independently,
-        as those of different requests do; rows of one text agree more often, and read less."""
+        """Weights that a step over so many tokens reads, the head included, if tokens choose experts independently, as
+        those of different requests do."""
         return sum(layer.read(rows) for layer in self.layers) + self.head
 
     @property
@@ -145,18 +139,18 @@ class ModelSizes:
     @property
     def projected(self) -> int:
         """The maximum over layers, as in the next two."""
-        return most(layer.projected for layer in self.layers)
+        return max((layer.projected for layer in self.layers), default=0)
 
     @property
     def mixed(self) -> int:
-        return most(layer.mixed for layer in self.layers)
+        return max((layer.mixed for layer in self.layers), default=0)
 
     @property
     def mlp(self) -> int:
-        return most(layer.mlp for layer in self.layers)
+        return max((layer.mlp for layer in self.layers), default=0)
 
     def operations(self, keys: float) -> float:
-        """Multiplications and additions per row in the layers, if the row sees this many keys."""
+        """Multiplications and additions per token in the layers, if the token sees this many keys."""
         return 2.0 * self.active_in_layers + 4 * sum(layer.queries for layer in self.layers) * keys
 
 
@@ -177,15 +171,11 @@ def state_count(spec: RecurrentSpec) -> int:
 
 
 def record_count(spec: RecurrentSpec, most_rows: int) -> int:
-    """Of a request's records in one layer: key, update and decay of each head and position."""
+    """Numbers of a request's records in one layer: key, update and decay of each head and position."""
     each = spec.num_key_heads * spec.key_dim + spec.num_value_heads * (spec.value_dim + 1)
     return record_ring(most_rows) * each
 
 
 def input_count(spec: RecurrentSpec, most_rows: int) -> int:
-    """Of the rows that a request's convolution still reads in one layer."""
+    """Numbers of the tokens that a request's convolution still reads in one layer."""
     return input_ring(most_rows, spec.conv_width) * spec.conv_channels
-
-
-def most(values: Iterable[int]) -> int:
-    return max(values, default=0)

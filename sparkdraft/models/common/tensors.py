@@ -1,7 +1,7 @@
-"""Names and sizes of the tensors that a checkpoint of a shape holds, as its publisher names them. No torch.
+"""Names and sizes of the tensors that a checkpoint of a shape holds, as its publisher names them.
 
-Models whose layers are all alike are listed from their specs; the others from their config.json, which says more of the
-file than specs do. Drafters list their own with these parts. Experts of one layer are one tensor, as in most files.
+Models whose layers are all alike are listed from their specs; the others from their config.json. Experts of one layer
+are one tensor, as in most files.
 """
 
 from __future__ import annotations

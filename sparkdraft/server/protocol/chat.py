@@ -15,10 +15,9 @@ from pydantic import Field, StringConstraints, model_validator
 
 from sparkdraft.core import REPETITION, FinishReason, TokenLogprob
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.sampling import Fields, MaxTokens, SamplingFields
 from sparkdraft.server.protocol.shapes import Answer, Json, accepted_chars, chat_logprobs, prompt_logprobs, stop_reason
-from sparkdraft.server.protocol.validation import COMPLETIONS_ONLY, shown
+from sparkdraft.server.protocol.validation import COMPLETIONS_ONLY, ApiError, shown
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
 
 MAX_MESSAGES = 2000

@@ -15,7 +15,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from sparkdraft.core import TokenLogprob
 from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.chat import ChatFields, Messages, Tools
-from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.sampling import Fields, SamplingFields, TokenId
 from sparkdraft.server.protocol.shapes import (
     Answer,
@@ -25,7 +24,7 @@ from sparkdraft.server.protocol.shapes import (
     prompt_logprobs,
     stop_reason,
 )
-from sparkdraft.server.protocol.validation import CHAT_ONLY, check_refused
+from sparkdraft.server.protocol.validation import CHAT_ONLY, ApiError, check_refused
 from sparkdraft.text.detokenize import Detokenizer
 
 MAX_PROMPTS = 256  # per request

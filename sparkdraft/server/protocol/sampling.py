@@ -22,8 +22,7 @@ from sparkdraft.core import (
     SamplingParams,
     UserError,
 )
-from sparkdraft.server.protocol.errors import ApiError
-from sparkdraft.server.protocol.validation import check_refused
+from sparkdraft.server.protocol.validation import ApiError, check_refused
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]

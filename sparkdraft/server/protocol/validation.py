@@ -1,11 +1,8 @@
-"""Refuses bodies: invalid JSON, fields with wrong values, and fields that this server does not support.
+"""Errors as OpenAI's clients read them, and what is wrong with a body: JSON, values, fields that are not supported.
 
-Pydantic finds wrong values and gives each mistake a type; the table says what is allowed instead. A sentence names the
-field by its path, the value given, and what it must be. errors.py makes the body of the answer.
-
-Most unknown fields are ignored, because clients send many that change nothing (`user`, `metadata`, `cache_prompt`).
-Ignoring a field of OpenAI or of another server that would change the answer would return something else than what was
-asked for, so naming one is an error.
+Pydantic finds wrong values and gives each mistake a type; the table says what is allowed instead. Most unknown fields
+are ignored, because clients send many that change nothing (`user`, `metadata`, `cache_prompt`). Naming a field of
+OpenAI or of another server that would change the answer is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +12,42 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparkdraft.server.protocol.errors import ApiError
+MAX_MESSAGE = 500  # characters: what a client sent is not sent back whole
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
+
+
+class ApiError(Exception):
+    """One sentence for the client, and its status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = self.message if len(self.message) <= MAX_MESSAGE else self.message[:MAX_MESSAGE] + " ..."
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_sentence(text: str) -> str:
+    """The text with a capital letter, unless it begins with the name of a field, and a full stop."""
+    first = text.split(" ", 1)[0]
+    return (text if "_" in first else text[:1].upper() + text[1:]).rstrip(".") + "."
+
+
+def unavailable(message: str, code: str, retry_after: int) -> ApiError:
+    return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
+
+
+# ---- wrong values
 
 MAX_SHOWN = 40  # characters of a value that are shown
 MAX_ERRORS = 16  # of pydantic's errors, this many are looked at
