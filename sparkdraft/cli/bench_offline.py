@@ -120,7 +120,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 
 
 def streams_of(args: Namespace) -> list[int]:
-    """What --concurrency lists. More than --max-seqs would wait for each other."""
+    """Read --concurrency, which must not exceed --max-seqs."""
     streams = numbers("--concurrency", args.concurrency)
     if args.max_seqs and max(streams) > args.max_seqs:
         raise UserError(
@@ -133,7 +133,7 @@ def streams_of(args: Namespace) -> list[int]:
 
 
 def drafted_ids(engine: Engine) -> int | None:
-    """How many the drafter drafts among; None without one."""
+    """Size of the drafter's vocabulary; None without a drafter."""
     proposer = engine.drafting.proposer
     return (proposer.drafter.caps.num_ids or engine.sampler.vocab_size) if proposer else None
 

@@ -1,8 +1,8 @@
 """`sparkdraft demo`: one answer written twice, plainly and with drafts, to show what drafting is worth.
 
 The model is loaded once, and the two texts must be the same to the letter: that is the promise of drafting, and a
-difference is an error. Only where a row's last bit depends on the rows beside it (float32 on a CPU) may two equally
-likely ids change places; then a message says so. `sparkdraft bench accept` measures carefully.
+difference is an error. In float32 on a CPU, where a token's last bit depends on the batch, two equally likely
+ids may change places; then a message says so. `sparkdraft bench accept` measures carefully.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _picture(reports: tuple[dict[str, Any], dict[str, Any]], runs: tuple[list[Ru
 
 def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool, busy: str = "") -> int:
     """Print both speeds and whether the texts are equal; returns the exit status. exact: drafts change no bit of a
-    row. busy: why the speeds compare nothing."""
+    token. busy: why the speeds compare nothing."""
     stats = after["speculative_decoding"] or {}
     length = stats.get("mean_acceptance_length")
     ratio = "" if busy or not before["tok_s"] else f", {after['tok_s'] / before['tok_s']:.2f} times as fast"
@@ -80,6 +80,6 @@ def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool, busy: s
     elif exact:
         return fail("the two texts differ, which is a bug; please report it with the prompt")
     else:
-        print("The two texts differ: in float32 on a CPU, a row's last bit depends on the number of rows in a step,")
-        print("and where two tokens were equally likely, the other one was taken. Leave --dtype on auto to avoid it.")
+        print("The two texts differ: in float32 on a CPU, a token's last bit depends on the others in its step, and where")
+        print("two tokens were equally likely, the other one was taken. Leave --dtype on auto to avoid it.")
     return 0

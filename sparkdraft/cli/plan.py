@@ -1,8 +1,7 @@
 """`sparkdraft plan`: what a model needs and how fast it will be on a machine, before anything is loaded.
 
-From config.json, or a shape's name, alone: no weights are read, and torch is imported only to measure this machine. It
-reads flags; operate/forecast/forecast.py and operate/forecast/advice.py know the answers, and plan_report.py prints
-them.
+No weights are read, and torch is imported only to measure this machine. Flags are read here; operate/forecast has the
+sums, and plan_report.py prints them.
 """
 
 from __future__ import annotations
@@ -10,23 +9,38 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sparkdraft.cli import plan_report
 from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.config import DTYPES, ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.drafters.base import DraftConfig, InTarget
+from sparkdraft.drafters.find import default_drafter, pick, read_draft_config
+from sparkdraft.drafters.vocabulary import read_ids
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.registry import read_config
+from sparkdraft.operate.bench.shapes import TARGET_FILES, drafter_shape, drafters, shape, targets
+from sparkdraft.operate.forecast.advice import SMALLER, compare, recommend, tried, without_drafter
+from sparkdraft.operate.forecast.forecast import Forecast, Question, chance_of
+from sparkdraft.operate.forecast.machine import HERE, Machine, find_machine
+from sparkdraft.plan.weight_formats import (
+    KEPT_ON_GPU,
+    WeightFormats,
+    kept,
+    kept_on_cpu,
+    names_of,
+    of_gguf,
+    parts_of,
+    stated,
+)
 from sparkdraft.util.names import did_you_mean, spelled, user_path
 from sparkdraft.util.progress import progress
 from sparkdraft.weights import hub
-
-if TYPE_CHECKING:
-    from sparkdraft.drafters.base import DraftConfig, InTarget
-    from sparkdraft.models.common.config import ModelConfig
-    from sparkdraft.operate.forecast.forecast import Forecast, Question
-    from sparkdraft.operate.forecast.machine import Machine
-    from sparkdraft.plan.weight_formats import WeightFormats
+from sparkdraft.weights.checkpoint import HUB_ID, open_checkpoint, read_config_json, tensor_names
 
 HELP = "say what fits and how fast it will be, before anything is loaded"
 EXAMPLES = """examples:
@@ -90,10 +104,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from sparkdraft.cli import plan_report
-    from sparkdraft.operate.forecast.advice import compare, recommend
-    from sparkdraft.operate.forecast.forecast import Question
-
     keeps = args.weights if args.weights in DTYPES else "auto"  # how the engine keeps all matrices
     drafts = {"drafter_weights": args.drafter_weights, "draft_vocab": args.draft_vocab}
     config = EngineConfig(model=args.model, kv=args.kv, dtype=keeps, **drafts)  # refuses before a machine is measured
@@ -101,7 +111,8 @@ def run(args: Namespace) -> int:
     drafter, names, named = _drafter(args.drafter, args.model, model)
     drafter = _asked(drafter, names, config, model)
     context, chances = _check(args, model), _chances(args.acceptance, drafter)
-    machine = _machine(args.machine)
+    with progress("measuring this machine") if args.machine == HERE else nullcontext():
+        machine = find_machine(args.machine)
     if machine.hardware.device == "cpu" and args.drafter_weights != "auto":
         raise UserError(
             f"--drafter-weights is {args.drafter_weights}; on a CPU the sums are those of 8 bits: leave it out"
@@ -125,11 +136,7 @@ def run(args: Namespace) -> int:
 
 
 def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
-    """A named shape, or what a config.json describes; with the config.json, {} where there is none."""
-    from sparkdraft.models.registry import read_config
-    from sparkdraft.operate.bench.shapes import TARGET_FILES, shape, targets
-    from sparkdraft.weights.checkpoint import read_config_json
-
+    """Read a named shape or a config.json; returns the config.json too, {} if there is none."""
     name = SHAPES_OF.get(name, name)
     if found := _shape_name(name):
         return shape(found), TARGET_FILES.get(found, {})
@@ -144,9 +151,7 @@ def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _shape_name(name: str) -> str | None:
-    """As it is spelled here; None if it is another model, or a file or folder."""
-    from sparkdraft.operate.bench.shapes import targets
-
+    """Return the shape's name as it is spelled here, None for another model, a file or a folder."""
     return None if user_path(name).exists() else spelled(name, targets())
 
 
@@ -164,10 +169,8 @@ def _check_name(what: str, name: str, known: Sequence[str]) -> None:
 def read_formats(
     name: str, asked: str, raw: dict[str, Any], model: ModelConfig, machine: Machine
 ) -> tuple[WeightFormats | None, str]:
-    """Formats of coded matrices and their name. None and no name: all are as the engine keeps matrices on the
-    machine. What the engine does not keep is noted."""
-    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats, kept, kept_on_cpu, names_of, parts_of, stated
-
+    """Return the formats of coded matrices and their name, or None and "" if all are as the engine keeps them on the
+    machine. Formats that it does not keep are noted."""
     on_cpu = machine.hardware.device == "cpu"
     if asked not in DTYPES:
         formats = WeightFormats.parse(asked)
@@ -196,14 +199,11 @@ def read_formats(
 
 
 def _in_file(name: str) -> WeightFormats | None:
-    """Of a GGUF, whose header says it; None: of no such file."""
-    from sparkdraft.plan.weight_formats import WeightFormats, of_gguf
-
+    """Read the formats in a GGUF's header; None for another file."""
     if name in FORMATS_OF:
         return WeightFormats.parse(FORMATS_OF[name])
     if not name.endswith(".gguf"):
         return None
-    from sparkdraft.weights.checkpoint import open_checkpoint
     from sparkdraft.weights.gguf import GgufCheckpoint
 
     opened = open_checkpoint(name)
@@ -212,16 +212,13 @@ def _in_file(name: str) -> WeightFormats | None:
 
 
 def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str], str]:
-    """As read_drafter, and its name. Where none is named, the one that `serve` would take; a named shape has none."""
+    """Read the drafter as read_drafter does, with its name; `auto` is the one that `serve` would take."""
     if name != "auto" or _shape_name(model_name):
         return *read_drafter(name, model_name, model), name
-    from sparkdraft.drafters.find import pick
-    from sparkdraft.weights.checkpoint import HUB_ID, tensor_names
-    from sparkdraft.weights.hub import cached_snapshot
 
     folder: Path | None = user_path(model_name)
     if folder and not folder.exists():
-        folder = cached_snapshot(model_name) if HUB_ID.fullmatch(model_name) else None
+        folder = hub.cached_snapshot(model_name) if HUB_ID.fullmatch(model_name) else None
     held = list[str]()
     if folder and folder.is_dir():
         try:
@@ -238,10 +235,7 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
 
 
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:
-    """With the names of its tensors, where its file is at hand: it may bring tables of its own."""
-    from sparkdraft.drafters.find import default_drafter
-    from sparkdraft.operate.bench.shapes import drafter_shape, drafters
-
+    """Read a drafter, with the names of its tensors if its file is at hand, because it may have tables of its own."""
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:
         return None, []
@@ -252,10 +246,7 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
 
 
 def _open_drafter(name: str, model: ModelConfig) -> tuple[DraftConfig, list[str]]:
-    """Of a folder or a hub id. Raises UserError for one that does not fit."""
-    from sparkdraft.drafters.find import read_draft_config
-    from sparkdraft.weights.checkpoint import read_config_json, tensor_names
-
+    """Raises UserError for a drafter that does not fit."""
     folder = user_path(name)
     names = tensor_names(folder) if folder.is_dir() else []
     draft = read_draft_config(read_config_json(name), names, folder)
@@ -266,9 +257,7 @@ def _open_drafter(name: str, model: ModelConfig) -> tuple[DraftConfig, list[str]
 def _asked(
     drafter: DraftConfig | None, names: list[str], config: EngineConfig, model: ModelConfig
 ) -> DraftConfig | None:
-    """The drafter with the ids that are asked for."""
-    from sparkdraft.drafters.vocabulary import read_ids
-
+    """Limit the drafter to the ids of --draft-vocab."""
     if drafter is None and (config.draft_vocab or config.drafter_weights != "auto"):
         raise UserError("--drafter-weights and --draft-vocab need a drafter: name one with --drafter")
     if drafter is None or not config.draft_vocab:
@@ -277,7 +266,7 @@ def _asked(
 
 
 def _check(args: Namespace, model: ModelConfig) -> int:
-    """The context, after what cannot be asked for was refused."""
+    """Check --concurrency and --context; returns the context."""
     context = min(USUAL_CONTEXT, model.max_position) if args.context is None else args.context
     if args.concurrency < 1:
         raise UserError(f"--concurrency is {args.concurrency}; ask for 1 stream or more")
@@ -287,8 +276,6 @@ def _check(args: Namespace, model: ModelConfig) -> int:
 
 
 def _chances(acceptance: float | None, drafter: DraftConfig | None) -> dict[str, float] | None:
-    from sparkdraft.operate.forecast.forecast import chance_of
-
     if acceptance is None:
         return None
     if drafter is None:
@@ -300,21 +287,8 @@ def _chances(acceptance: float | None, drafter: DraftConfig | None) -> dict[str,
     return {"as measured": chance_of(acceptance, drafter.block_size - 1)}
 
 
-def _machine(name: str) -> Machine:
-    from sparkdraft.operate.forecast.machine import HERE, find_machine
-
-    if name != HERE:
-        return find_machine(name)
-    with progress("measuring this machine"):
-        return find_machine(name)
-
-
 def _forecast(question: Question) -> Forecast:
-    """Raises UserError where it does not fit, with what would: no drafter, or smaller weights."""
-    from sparkdraft.operate.forecast.advice import SMALLER, tried, without_drafter
-    from sparkdraft.operate.forecast.forecast import Forecast
-    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats
-
+    """Raises UserError if it does not fit, naming what would: no drafter, or smaller weights."""
     try:
         return Forecast(question)
     except UserError as error:

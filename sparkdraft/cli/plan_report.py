@@ -1,4 +1,4 @@
-"""What `sparkdraft plan` prints: tables, and an object for JSON."""
+"""The report of `sparkdraft plan`, as text and for JSON."""
 
 from __future__ import annotations
 

@@ -196,4 +196,4 @@ def test_the_demo_compares_no_speeds_on_a_busy_machine(
 def test_the_demo_explains_where_float32_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     before = {"tok_s": 50.0, "text": "a", "reasoning": None, "num_output": 3, "speculative_decoding": None}
     assert _compare(before, before | {"text": "b"}, exact=False) == 0
-    assert "last bit depends on the number of rows" in capsys.readouterr().out
+    assert "last bit depends on the others" in capsys.readouterr().out
