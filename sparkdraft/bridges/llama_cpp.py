@@ -1,6 +1,5 @@
-"""What each flag of llama.cpp's `llama-server` and `llama-cli` means here.
-
-Flags without a counterpart are in llama_cpp_without.json.
+"""Flags of llama.cpp's `llama-server` and their meaning here. Those without a counterpart are in
+llama_cpp_without.json.
 """
 
 from __future__ import annotations
@@ -74,11 +73,6 @@ def _default(name: str) -> Flag:
     return Flag((f"--{name}-default",), f"`--model {repo}`", "", SWITCH, lambda text: Found({"model": repo}))
 
 
-def _context(text: str) -> Found:
-    """llama.cpp divides its context among the slots; ours is per request."""
-    return Found({"context": whole(text)})
-
-
 def _sampling(name: str) -> Flag:
     flag = {"temperature": "--temp", "repetition_penalty": "--repeat-penalty"}.get(name, f"--{name.replace('_', '-')}")
     names = (flag, "--temperature") if name == "temperature" else (flag,)
@@ -142,7 +136,7 @@ FLAGS = (
         ("--ctx-size", "-c"),
         "`--kv-tokens`, `--max-model-len`",
         "shared by the slots there: each gets a part",
-        read=_context,
+        read=field_of("context", whole),
     ),
     Flag(("--kv-unified-per-slot",), "`--max-model-len`", "", read=field_of("max_model_len", whole)),
     Flag(("--parallel", "-np"), "`--max-seqs`", "", read=field_of("max_seqs", whole)),

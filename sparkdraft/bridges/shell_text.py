@@ -19,10 +19,8 @@ LEXEME = re.compile(rf"(?P<skip>[^\S\n]+|\#[^\n]*)|(?P<end>\d*[();<>|&]+|\n)|(?P
 # A continued line. Quotes and comments match too, to be skipped: a backslash at the end of a comment continues nothing.
 GOES_ON = re.compile(rf"{QUOTED}|\\\r?\n|\\.|(?<![^\s;&|()])\#[^\n]*", re.S)
 SETTERS = ("export", "declare", "local", "readonly")
-OPENS, CLOSES = (
-    ("if", "for", "while", "until", "case"),
-    ("fi", "done", "esac"),
-)  # their bodies may run never or more than once
+# The code between these may run never, or more than once
+OPENS, CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 TESTS = ("[", "[[", "test")
 SHOWN = 80  # characters of the rest of a command in a note
 
@@ -30,7 +28,7 @@ SHOWN = 80  # characters of the rest of a command in a note
 def commands(text: str) -> Iterator[tuple[list[str], str]]:
     """Yields the words of each command, unquoted, and the text after it, for a note. A variable gets the value from an
     earlier line, or the default given with it. Others stay as written, also those set in code that may not run."""
-    text = GOES_ON.sub(lambda found: found[0] if found[0][0] == "#" else _joined(found[0]), text)
+    text = GOES_ON.sub(lambda found: found[0] if found[0][0] == "#" else re.sub(r"\\\r?\n", " ", found[0]), text)
     values: dict[str, str] = {}
     words: list[str] = []
     place, depth, is_sure = 0, 0, True
@@ -53,10 +51,6 @@ def commands(text: str) -> Iterator[tuple[list[str], str]]:
             words = []
     if words:
         yield words, ""
-
-
-def _joined(text: str) -> str:
-    return re.sub(r"\\\r?\n", " ", text)
 
 
 def _expanded(word: str, values: Mapping[str, str]) -> list[str]:

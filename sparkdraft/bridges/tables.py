@@ -13,11 +13,7 @@ from typing import Any
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 
-VALUE, SWITCH, LIST = (
-    "value",
-    "switch",
-    "list",
-)  # what follows a flag: one value, nothing, or all words up to the next flag
+VALUE, SWITCH, LIST = "value", "switch", "list"  # after a flag: one value, nothing, or all words up to the next flag
 BASE = "sampling base"  # what --sampling-defaults begins with
 SAMPLING = "sampling "  # before the name of a value that --sampling-defaults takes
 ON, OFF = "true", "false"  # the value of a switch, and of its --no- form
@@ -38,7 +34,7 @@ class Unread:
 
 @dataclass(slots=True)
 class Found:
-    """What flags mean here: our fields, and notes on what differs or is missing."""
+    """Our fields for flags of another server, with notes on what differs or is missing."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -153,7 +149,8 @@ def read_flags(server: Server, words: Sequence[str]) -> Found:
             words_without.append(value)
             piece = server.model(value)
         elif flag is None:
-            piece = Found(notes=[f"{name}: not a known flag of {server.name}{_shown(value)}"])
+            shown = "" if value in (ON, OFF) else f" (its value is {value})"
+            piece = Found(notes=[f"{name}: not a known flag of {server.name}{shown}"])
         else:
             piece = _meaning(flag, name, value)
         again = {*piece.values, *piece.near}  # of two flags about the same field, the last one counts
@@ -201,10 +198,6 @@ def _long(flag: Flag | None, name: str) -> str:
     return next((each for each in reversed(flag.names[: flag.names.index(name)]) if each.startswith("--")), name)
 
 
-def _shown(value: str) -> str:
-    return f" (its value is {value})" if value not in (ON, OFF) else ""
-
-
 def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[str, ...]]]:
     """Yields flags with their values and words, in order. A word that belongs to no flag has the name "". Keys of a
     JSON value that are given one by one (--flag.key value) are joined and come last."""
@@ -216,10 +209,9 @@ def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[
             continue
         name, equals, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
+        key = ""
         if server.find(name) is None or name in server.shorthands:  # a few flags have a dot in their name
             name, _, key = server.shorthands.get(name, name).partition(".")
-        else:
-            key = ""
         flag = server.find(name)
         if flag is None and name.startswith("--no-") and server.find("--" + name[5:]):
             yield "--" + name[5:], OFF, (word,)

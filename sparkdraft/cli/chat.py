@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
-import termios
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -39,10 +37,10 @@ from sparkdraft.util.progress import errors
 from sparkdraft.weights.hub import cache_dir
 
 if TYPE_CHECKING:
-    from sparkdraft.llm import LLM, Message
-if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
+
+    from sparkdraft.llm import LLM, Message
 
 
 HELP = "talk to a model in the terminal"
@@ -126,26 +124,9 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
     before = signal.signal(signal.SIGINT, stop)
     try:
-        with no_control_echo():
-            yield asked.is_set
+        yield asked.is_set
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def no_control_echo() -> Iterator[None]:
-    """Keep the terminal from writing ^C into the answer."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    quiet = list(before)
-    quiet[3] &= ~termios.ECHOCTL
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 # ---- the conversation
@@ -308,12 +289,10 @@ OTHER_WORDS = {"/exit": "/quit", "/bye": "/quit", "/new": "/clear", "/reset": "/
 
 
 def messages() -> Iterator[str]:
-    """Yield the user's messages."""
-    return _typed(cache_dir() / "chat_history") if standard_input().isatty() else _piped()
-
-
-def _piped() -> Iterator[str]:
-    """Each line is a message."""
+    """Yield what the user types at a terminal, or each line of standard input."""
+    if standard_input().isatty():
+        yield from _typed(cache_dir() / "chat_history")
+        return
     for raw in standard_input().buffer:
         yield as_text(raw, "standard input").strip()
 

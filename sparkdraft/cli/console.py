@@ -1,4 +1,4 @@
-"""How the commands speak to a person: notes about what runs differently from what was asked, and errors.
+"""Notes about what runs differently from what was asked, errors, and text that wraps at a terminal's width.
 
 Requested text goes to standard output, everything else to standard error, so that output can be piped.
 """

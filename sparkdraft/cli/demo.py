@@ -80,6 +80,6 @@ def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool, busy: s
     elif exact:
         return fail("the two texts differ, which is a bug; please report it with the prompt")
     else:
-        print("The two texts differ: in float32 on a CPU, a token's last bit depends on the others in its step, and where")
-        print("two tokens were equally likely, the other one was taken. Leave --dtype on auto to avoid it.")
+        print("The two texts differ: in float32 on a CPU, a token's last bit depends on the others in its step, and")
+        print("where two tokens were equally likely, the other one was taken. Leave --dtype on auto to avoid it.")
     return 0

@@ -52,17 +52,15 @@ def _configure_export(parser: ArgumentParser) -> None:
     engines = parser.add_subparsers(dest="to", required=True, metavar="ENGINE")
     vllm = engines.add_parser("vllm", help="a `vllm serve` command", description=EXPORT_HELP, epilog=EXPORT_EXAMPLES)
     vllm.add_argument("--vllm-version", default="", metavar="TEXT", help="the version it is for (default: 0.32.0)")
+    vllm.set_defaults(run=_vllm)
     add_vllm_flags(vllm)
     add_serve_flags(vllm)
     text = "a model as a folder in the Hugging Face layout, its weights as floats"
     folder = engines.add_parser("safetensors", help=text, description=text, epilog=EXPORT_EXAMPLES)
+    folder.set_defaults(run=_safetensors)
     folder.add_argument("--model", default="smollm2", help="a known name, a folder, a .gguf file or a hub id")
     folder.add_argument("--out", required=True, metavar="FOLDER", help="where it is written")
     folder.add_argument("--dtype", default="float32", metavar="TEXT", help="float32 or bfloat16 (default float32)")
-
-
-def _run_export(args: Namespace) -> int:
-    return _safetensors(args) if args.to == "safetensors" else _vllm(args)
 
 
 def _safetensors(args: Namespace) -> int:
@@ -108,18 +106,17 @@ def _run_import(args: Namespace) -> int:
 
 def _configure_recipe(parser: ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="step", required=True, metavar="STEP")
-    verbs.add_parser("list", help="the recipes' names, and what each one serves", epilog=RECIPE_EXAMPLES)
+    names = verbs.add_parser("list", help="the recipes' names, and what each one serves", epilog=RECIPE_EXAMPLES)
+    names.set_defaults(run=_list_recipes)
     show = verbs.add_parser("show", help="print a recipe as TOML for `serve --config`", epilog=RECIPE_EXAMPLES)
+    show.set_defaults(run=_show_recipe)
     show.add_argument("name", metavar="NAME", help="a recipe's name")
     start = verbs.add_parser(
         "run", help="serve a recipe; flags, environment variables and a config file override it", epilog=RECIPE_EXAMPLES
     )
+    start.set_defaults(run=_serve_recipe)
     start.add_argument("name", metavar="NAME", help="a recipe's name")
     serve.configure(start)
-
-
-def _run_recipe(args: Namespace) -> int:
-    return {"list": _list_recipes, "show": _show_recipe, "run": _serve_recipe}[args.step](args)
 
 
 def _list_recipes(args: Namespace) -> int:
@@ -139,6 +136,10 @@ def _serve_recipe(args: Namespace) -> int:
     return serve.run(args)
 
 
-EXPORT = Verb(EXPORT_HELP, EXPORT_EXAMPLES, _configure_export, _run_export)
+def _run(args: Namespace) -> int:
+    return int(args.run(args))
+
+
+EXPORT = Verb(EXPORT_HELP, EXPORT_EXAMPLES, _configure_export, _run)
 IMPORT = Verb(IMPORT_HELP, IMPORT_EXAMPLES, _configure_import, _run_import)
-RECIPE = Verb(RECIPE_HELP, RECIPE_EXAMPLES, _configure_recipe, _run_recipe)
+RECIPE = Verb(RECIPE_HELP, RECIPE_EXAMPLES, _configure_recipe, _run)

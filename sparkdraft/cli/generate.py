@@ -93,7 +93,7 @@ def read_prompt(args: Namespace) -> str:
 
 
 class Page:
-    """Where an answer is written as it comes: to standard output. Its thoughts go to standard error."""
+    """Writes an answer to standard output as it comes, and its thoughts to standard error."""
 
     def __init__(self, parser: Parser | None, wraps: bool = False) -> None:
         """wraps: whether lines of a terminal break between words."""

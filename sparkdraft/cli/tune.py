@@ -20,6 +20,7 @@ from sparkdraft.core import UserError
 from sparkdraft.engine.profile import OPTIONS, Profile, conditions_of
 from sparkdraft.operate.tune.search import LOADS, TILES, Budget, Knob, Outcome, Search, knobs
 from sparkdraft.util.progress import SELDOM, Meter, progress
+from sparkdraft.util.this_machine import usable_cores
 
 if TYPE_CHECKING:
     from sparkdraft.engine.load import Opened
@@ -117,8 +118,9 @@ def _search(
     def say(text: str) -> None:
         print(f"  {text}", flush=True)
 
-    old = {name: getattr(opened.config, name) for name in OPTIONS if getattr(opened.config, name) != _default(name)}
-    cores = engines.plan.threads if engines.plan.device != "cpu" else _cores()
+    settings = {name: getattr(opened.config, name) for name in OPTIONS}
+    old = {name: value for name, value in settings.items() if value != ENGINE_FIELDS[name].default}
+    cores = engines.plan.threads if engines.plan.device != "cpu" else usable_cores()
     search = Search(engines.speed, LOADS, budget, stage, say, engines.uncounted)
 
     def todo() -> Iterator[Knob]:
@@ -178,13 +180,3 @@ def _summary(outcome: Outcome, opened: Opened, path: Path | None) -> dict[str, A
         found |= {"ratio": round(outcome.verdict.ratio, 4), "noise": round(outcome.verdict.noise, 4)}
         found["loads"] = {name: round(each.ratio, 4) for name, each in outcome.verdict.samples.items()}
     return found | {"tried": dict(outcome.tried), "skipped": outcome.skipped, "profile": str(path) if path else None}
-
-
-def _default(name: str) -> Any:
-    return ENGINE_FIELDS[name].default
-
-
-def _cores() -> int:
-    from sparkdraft.util.this_machine import usable_cores
-
-    return usable_cores()

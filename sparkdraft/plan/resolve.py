@@ -222,7 +222,6 @@ def _caches(
 
 
 def _graphs(config: EngineConfig, kernels: str, kv: KVFormat, fallbacks: list[Fallback]) -> bool:
-    """Whether steps are captured."""
     if not config.graphs or kernels == "reference":
         return False
     if reason := kv.no_graphs(kernels):

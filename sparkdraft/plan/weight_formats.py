@@ -109,12 +109,12 @@ class WeightFormats:
 
 
 def kept(formats: WeightFormats) -> WeightFormats:
-    """What a GPU's memory holds of them."""
+    """Formats in which a GPU keeps them."""
     return formats.changed(lambda fmt: fmt if fmt in KEPT_ON_GPU else "bfloat16")
 
 
 def kept_on_cpu(formats: WeightFormats) -> WeightFormats:
-    """What the CPU kernels hold of them."""
+    """Formats in which the CPU kernels keep them."""
     return formats.changed(lambda fmt: FOUR_BITS if fmt in CODES and CODES[fmt].bits == 4 else EIGHT_BITS)
 
 

@@ -73,6 +73,7 @@ def survey(cluster: Cluster, ports: Sequence[int] = (), paths: Sequence[str] = (
 
     def one(host: Host) -> Seen:
         spec = {
+            "run": host.run_folder,
             "vllm": host.spec.vllm,
             "ip": host.spec.ip,
             "interfaces": host.spec.interfaces,
@@ -179,18 +180,19 @@ def judge_memory(seen: Seen, fraction: float) -> Iterator[Finding]:
 
 
 def judge_interfaces(seen: Seen) -> Iterator[Finding]:
-    spec, label, known = seen.host.spec, seen.host.label, seen.facts["interfaces"]
+    spec = seen.host.spec
     if not seen.facts["has_ip"]:
-        there = _listed(f"{name} has {each['address']}" for name, each in known.items() if each.get("address"))
-        value = f"{label} does not have {spec.ip}" + (f"; {there}" if known else "")
-        yield seen.finding("address", value, Status.BROKEN, "correct `ip` in the hosts file, or its netplan")
+        value = f"{seen.host.label} does not have {spec.ip}"
+        yield seen.finding(
+            "address", value, Status.BROKEN, "correct `ip` in the hosts file, or its netplan"
+        )
     if not spec.interfaces:
         if spec.address != LOCAL:
             advice = "name them as `interfaces` in the hosts file: gloo and NCCL may choose the slow network"
             yield seen.finding("interfaces", "none are named", Status.CHANGE, advice)
         return
     for name in spec.interfaces:
-        yield from _interface(seen, name, known[name])
+        yield from _interface(seen, name, seen.facts["interfaces"][name])
 
 
 def _interface(seen: Seen, name: str, facts: dict[str, int]) -> Iterator[Finding]:

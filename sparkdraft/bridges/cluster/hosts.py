@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,7 +217,7 @@ class Host:
         return f"exec {shlex.join([self.spec.python.removeprefix('~/'), self.code_folder, *words])}"
 
     def install(self) -> None:
-        """Copies node/ to the machine, into a folder per version. Raises UserError."""
+        """Copies node/ to the machine. Raises UserError."""
         code = shlex.quote(self.code_folder)
         done = self.run(f"mkdir -p {code} && tar -xf - -C {code}", COPY_SECONDS, _archive())
         if done.status:
@@ -231,7 +230,7 @@ class Host:
     def code_folder(self) -> str:
         """Where `install` puts node/, relative to the home folder. Each rank has its own, because unpacking twice
         into one folder at the same time fails."""
-        return f"{self.run_folder}/code-{sha256(_archive()).hexdigest()[:12]}"
+        return f"{self.run_folder}/code"
 
     def _advice(self, errors: str) -> str:
         found = next((text for part, text in ADVICE.items() if part in errors), "is it up, and does `ssh {0}` work?")
@@ -249,7 +248,7 @@ def ssh_words() -> Sequence[str]:
 
 @cache
 def _archive() -> bytes:
-    """Packs node/ into a tar file, with the same bytes for the same files."""
+    """Packs node/ into a tar file."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         files = {f"node/{path.name}": path.read_bytes() for path in sorted(NODE.glob("*.py"))}

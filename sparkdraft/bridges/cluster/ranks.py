@@ -64,8 +64,6 @@ def rank_environment(host: HostSpec, ready_seconds: float) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank runs."""
-
     words: Sequence[str]
     environ: dict[str, str] = field(repr=False)
     drain: float = 5.0  # seconds it has to end

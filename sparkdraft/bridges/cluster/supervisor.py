@@ -13,13 +13,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparkdraft.bridges.cluster.checks import hosts_of
 from sparkdraft.bridges.cluster.hosts import Cluster, Host
 from sparkdraft.bridges.cluster.node.processes import identity, runs
 from sparkdraft.bridges.cluster.ranks import Job, Rank, end_ranks, start_ranks
@@ -35,7 +33,6 @@ ANSWER_SECONDS = 15.0  # for a machine to answer before a restart
 RETURN_SECONDS = 900.0  # for a machine that does not answer to come back
 WINDOW = 3600.0  # seconds in which restarts are counted
 PATIENCE = 180.0  # seconds for requests to finish and all ranks to end
-SWEEP_SECONDS = 30.0
 
 
 @dataclass
@@ -223,57 +220,26 @@ def _blame(rank: Rank) -> int:
     return 1 if rank.ended["status"] < 0 else 2
 
 
-def end_run(cluster: Cluster, say: Callable[[str], None]) -> list[str]:
-    """Ends a run if there is one. Returns a sentence for each machine that could not be reached."""
+def end_run(cluster: Cluster, say: Callable[[str], None]) -> None:
+    """Ends a run if there is one. Ranks whose supervisor is gone end by themselves."""
     state = read_state(cluster.name)
     if state is None or (state.phase == DOWN and not state.is_supervised):
-        return []
+        return
+    is_orphaned = not state.is_supervised and state.phase != FAILED
     if state.is_supervised:
         os.kill(state.supervisor[0], signal.SIGTERM)
         deadline = time.monotonic() + PATIENCE
         while state.is_supervised and time.monotonic() < deadline:
             time.sleep(0.1)
-        if state.is_supervised:
-            say(f"note: the supervisor did not end in {PATIENCE:g} s and is killed")
-            with suppress(ProcessLookupError):
-                os.kill(state.supervisor[0], signal.SIGKILL)
-            while state.is_supervised:
-                time.sleep(0.05)
-    lost = sweep_all(hosts_of(cluster), say)
-    if not lost:
-        run = Run(cluster.name)
-        run.state = replace(state, supervisor=[], phase=DOWN, since=time.time())
-        run.write()
-    return lost
-
-
-def sweep_all(hosts: Sequence[Host], say: Callable[[str], None], verb: str = "end") -> list[str]:
-    """Ends what earlier runs left on the machines; returns a sentence for each machine that was not reached. verb:
-    `end`, or `clear`, which spares ranks that still have a keeper."""
-
-    def one(host: Host) -> str:
-        try:
-            if left := sweep(host, verb):
-                say(f"note: {host.label}: {len(left)} processes of an earlier run were ended")
-            return ""
-        except UserError as error:
-            return str(error)
-
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        return [each for each in pool.map(one, hosts) if each]
-
-
-def sweep(host: Host, verb: str) -> list[int]:
-    """Returns the ids of ended processes. Raises UserError."""
-    script = host.node_script(verb, host.run_folder)
-    done = host.run(script, SWEEP_SECONDS)
-    if done.status:  # an older version is installed there, or none
-        host.install()
-        done = host.run(script, SWEEP_SECONDS)
-    try:
-        return list(json.loads(done.out))
-    except ValueError:
-        raise UserError(
-            f"{host.label}: what an earlier run left there cannot be ended ({done.last_line}): does "
-            f"`{host.spec.python}` run there?"
-        ) from None
+    if state.is_supervised:
+        say(f"note: the supervisor did not end in {PATIENCE:g} s and is killed")
+        is_orphaned = True
+        with suppress(ProcessLookupError):
+            os.kill(state.supervisor[0], signal.SIGKILL)
+        while state.is_supervised:
+            time.sleep(0.05)
+    if is_orphaned:
+        say(f"note: ranks end by themselves after {cluster.silence_seconds:g} s without their supervisor")
+    run = Run(cluster.name)
+    run.state.supervisor = []  # it is not this process
+    run.enter(DOWN)

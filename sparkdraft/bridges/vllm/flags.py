@@ -1,4 +1,4 @@
-"""What each flag of `vllm serve` (0.19 to 0.32) means here. Flags without a counterpart are in without.json."""
+"""Flags of `vllm serve` (0.19 to 0.32) and their meaning here. Those without a counterpart are in without.json."""
 
 from __future__ import annotations
 
@@ -72,23 +72,22 @@ def _speculative(text: str) -> Found:
             found.notes.append(f"--speculative-config: {own} go up to {NGRAM_DEPTH} per step, not {count}")
             count = NGRAM_DEPTH
         words = (f"{SPECULATIVE}.method", '"ngram"')
-        found.unread.append(
-            Unread(*words, words, (), ("drafter", "ngram"))
-        )  # without it, our fields would mean no drafter to vLLM
+        # without it, our fields would mean no drafter to vLLM
+        found.unread.append(Unread(*words, words, (), ("drafter", "ngram")))
     elif method == "mtp" or method.endswith("_mtp"):  # earlier releases: qwen3_next_mtp, gemma4_mtp ...
         found.values["drafter"] = model or MTP
         count, note = _within(model, count)
         found.notes += note
     elif method == "dflash" or (not method and "dflash" in model.lower()):
         found.values |= {"drafter": model} if model else {}
-        found.notes += (
-            [] if model else ["--speculative-config: it names no model, so the known drafter chooses its own depth"]
-        )
-        count, note = _within(model, count) if model else (0, [])
+        note = ["--speculative-config: it names no model, so the known drafter chooses its own depth"]
+        count, note = _within(model, count) if model else (0, note)
         found.notes += note
     else:
+        named = f"the method {method or 'of ' + model} is not run here"
+        named = named if method or model else "it names neither a method nor a model"
         found.notes.append(
-            f"--speculative-config: {_named(method, model)}; drafts come from the drafter that is known for the model, "
+            f"--speculative-config: {named}; drafts come from the drafter that is known for the model, "
             "if there is one (`sparkdraft models`), and from the request's own text"
         )
         found.unread.clear()  # the whole flag is unread
@@ -98,12 +97,6 @@ def _speculative(text: str) -> Found:
         found.values["spec"] = str(count)
         found.notes.append("--speculative-config: the depth is fixed as there; without --spec it is chosen every step")
     return found
-
-
-def _named(method: str, model: str) -> str:
-    if not method and not model:
-        return "it names neither a method nor a model"
-    return f"the method {method or 'of ' + model} is not run here"
 
 
 def _within(repo: str, count: int) -> tuple[int, list[str]]:

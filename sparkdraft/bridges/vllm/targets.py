@@ -52,13 +52,13 @@ class Target:
 
     @property
     def writes_code(self) -> bool:
-        """Whether this is one of Qwen's Coders, whose tool calls have their own format."""
+        """True for Qwen's Coders, whose tool calls have their own format."""
         return "coder" in self._title
 
     @property
     def thinks(self) -> bool:
-        """Whether the model writes reasoning. Some of Qwen's do not, which their name or their template shows. vLLM's
-        parser takes all text for reasoning until its end mark, and would leave their answers empty."""
+        """False for those of Qwen's models that write no reasoning, by their name or template. vLLM's parser takes all
+        text up to an end mark for reasoning, and would leave their answers empty."""
         if not self.family.startswith("qwen"):
             return True
         is_named_so = "coder" in self._title or "instruct" in self._title

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.bridges.cluster.checks import Seen, hosts_of, judge, survey
+from sparkdraft.bridges.cluster.checks import Seen, judge, survey
 from sparkdraft.bridges.cluster.hosts import Host, HostSpec, read_cluster, ssh_words
 from sparkdraft.bridges.cluster.node import look
 from sparkdraft.bridges.cluster.node.processes import identity
-from sparkdraft.bridges.cluster.supervisor import sweep
 from sparkdraft.cli.cluster import paths_of, refuse_broken
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
@@ -121,7 +120,7 @@ def test_a_missing_interface(sparks: Simulation) -> None:
 
 def test_an_address_that_it_does_not_have(sparks: Simulation) -> None:
     sparks.file.write_text(sparks.file.read_text().replace("127.0.0.1", "192.0.2.77"))
-    assert sentence(findings(sparks)).startswith("spark-2 does not have 192.0.2.77; lo has 127.0.0.1: correct `ip`")
+    assert sentence(findings(sparks)).startswith("spark-2 does not have 192.0.2.77: correct `ip`")
 
 
 @pytest.mark.parametrize(
@@ -228,20 +227,9 @@ def test_what_a_killed_keeper_left_is_ended_before_ports_are_looked_at(
         told = capsys.readouterr().err
         assert (left.poll() is None) == is_kept
         assert status == int(is_kept) and ("it is in use" in told) == is_kept, told
-        assert ("note: spark-1: 1 processes of an earlier run were ended" in told) != is_kept
     finally:
         left.kill()
         left.wait()
-
-
-def test_a_sweep_that_fails_is_said(sparks: Simulation) -> None:
-    """Also where an older version of what runs there has been copied; it is replaced first."""
-    host = hosts_of(read_cluster(str(sparks.file)))[1]
-    assert sweep(host, "end") == []
-    assert (sparks.root / "spark-2" / host.code_folder).is_dir()
-    write_program(sparks.root / "spark-2" / "bin" / "python3", "#!/bin/sh\necho broken >&2\nexit 1\n")
-    with pytest.raises(UserError, match=r"spark-2: what an earlier run left there cannot be ended \(broken\)"):
-        sweep(host, "end")
 
 
 # ---- what only a Spark has

@@ -3,6 +3,4 @@ imports its own files relatively, and runs on Python 3.10 or later:
 
     look             reports versions, interfaces, counters, disk and memory; JSON in, JSON out
     keep RUN         runs a command until it ends or heartbeats on standard input stop
-    end RUN          ends an earlier `keep` and what it left behind
-    clear RUN        the same, unless that `keep` still runs
 """

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from .keep import end_recorded, keep
+from .keep import keep
 from .look import look
 
 
@@ -12,10 +12,7 @@ def main() -> int:
     verb, *more = sys.argv[1:]
     if verb == "keep":
         return keep(Path.home() / more[0])
-    if verb == "look":
-        print(json.dumps(look(json.load(sys.stdin))))
-    else:
-        print(json.dumps(end_recorded(Path.home() / more[0], even_kept=verb == "end")))
+    print(json.dumps(look(json.load(sys.stdin))))
     return 0
 
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .processes import become_reaper, descendants, end_all, end_known, ends_with_parent, identity, runs
+from .processes import RECORD, become_reaper, descendants, end_all, end_recorded, ends_with_parent, identity
 
 EVENT = b"\x1e"
 BEAT = 0.5  # seconds between heartbeats, and between scans for child processes
@@ -76,7 +76,7 @@ def keep(run: Path) -> int:
     become_reaper()
     run.mkdir(parents=True, exist_ok=True)
     speaker = Speaker()
-    end_recorded(run)
+    end_recorded(run, even_kept=True)
     try:
         child = _start(spec)
     except OSError as error:
@@ -92,25 +92,10 @@ def keep(run: Path) -> int:
     why = _wait(child, spec["silence"], told, run, speaker)
     _end(child, spec["drain"] if why else 0.0)
     pump.join(2.0)
-    (run / "processes.json").unlink(missing_ok=True)
+    (run / RECORD).unlink(missing_ok=True)
     speaker.event("ended", status=child.returncode, why=why)
     speaker.close()
     return int(child.returncode)
-
-
-def end_recorded(run: Path, even_kept: bool = True) -> list[int]:
-    """Ends recorded processes of an earlier `keep` that still run, and returns their ids. even_kept: also if that
-    `keep` itself still runs."""
-    path = run / "processes.json"
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return []
-    if not even_kept and known and runs(known[0]):
-        return []
-    ended = end_known(known)
-    path.unlink(missing_ok=True)
-    return ended
 
 
 def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -152,7 +137,7 @@ def _record(run: Path, known: list[list[int]]) -> None:
     new = run / "processes.new"
     with suppress(OSError):  # a full disk: this record is only for `end`
         new.write_text(json.dumps([each for each in known if each]))
-        os.replace(new, run / "processes.json")
+        os.replace(new, run / RECORD)
 
 
 def _end(child: subprocess.Popen[bytes], drain: float) -> None:

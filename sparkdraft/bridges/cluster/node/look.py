@@ -1,24 +1,23 @@
-"""What a machine has that ranks depend on. Readers take their folder as an argument, for tests."""
+"""Facts of a machine that ranks depend on. Readers take their folder as an argument, for tests."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import time
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from .processes import end_recorded
+
 PREFIXES = ("NCCL_", "GLOO_", "VLLM_", "UCX_")
-SIOCGIFADDR = 0x8915
 LIMIT = 150  # seconds after which it ends in any case
 TOOL_SECONDS = 20
 VERSION_SECONDS = 120  # vLLM imports torch before it prints its version
@@ -40,8 +39,9 @@ LANES = re.compile(r"^\s*(\w*(?:err\w*_lane|symbol_err|crc_err)\w*): (\d+)\s*$",
 
 
 def look(spec: dict[str, Any]) -> dict[str, Any]:
-    """spec: vllm, ip, interfaces, rdma, head (address and port), ports, paths, gap (seconds between counts)."""
+    """spec: run (a folder), vllm, ip, interfaces, rdma, head (address, port), ports, paths, gap (seconds)."""
     signal.alarm(LIMIT)
+    end_recorded(Path.home() / spec["run"])  # leftovers take memory and ports
     started = time.monotonic()
     root = Path("/sys/class")
     first = errors(root, spec["interfaces"], spec["rdma"])
@@ -116,7 +116,6 @@ def interface(folder: Path) -> dict[str, Any]:
         "up": _text(folder / "operstate") in ("up", "unknown"),  # a loop is "unknown"
         "mtu": _number(folder / "mtu"),
         "speed": speed if speed > 0 else 0,  # Mbit/s
-        "address": _address(folder.name),
     }
 
 
@@ -158,7 +157,6 @@ def reach(address: str, port: int) -> str:
 
 
 def has_address(ip: str) -> bool:
-    """Whether any interface of this machine has the address."""
     with closing(socket.socket()) as listener:
         try:
             listener.bind((ip, 0))
@@ -200,13 +198,3 @@ def _text(path: Path) -> str:
 def _number(path: Path) -> int:
     text = _text(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else 0
-
-
-def _address(name: str) -> str:
-    """The IPv4 address of an interface, or ""."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asker:
-        try:
-            told = fcntl.ioctl(asker.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(told[20:24])

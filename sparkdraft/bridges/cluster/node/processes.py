@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+RECORD = "processes.json"  # in the folder of a run: its keeper and everything below it
 
 
 def become_reaper() -> None:
@@ -68,8 +70,21 @@ def runs(known: list[int]) -> bool:
     return bool(known) and identity(known[0]) == known
 
 
-def end_known(known: Iterable[list[int]], grace: float = 3.0) -> list[int]:
-    """Terminates those that still run, kills those that do not end, and returns their ids. Others are not touched."""
+def end_recorded(run: Path, even_kept: bool = False) -> None:
+    """Ends processes that an earlier keeper has recorded in this folder and that still run. even_kept: also if that
+    keeper itself, the first of them, still runs."""
+    path = run / RECORD
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    if known and (even_kept or not runs(known[0])):
+        end_known(known)
+        path.unlink(missing_ok=True)
+
+
+def end_known(known: Iterable[list[int]], grace: float = 3.0) -> None:
+    """Terminates those that still run, and kills those that do not end. Ids that were reused are left alone."""
     running = [each for each in known if runs(each)]
     for sent, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
         for each in filter(runs, running):
@@ -78,4 +93,3 @@ def end_known(known: Iterable[list[int]], grace: float = 3.0) -> list[int]:
         deadline = time.monotonic() + patience
         while any(map(runs, running)) and time.monotonic() < deadline:
             time.sleep(0.05)
-    return [each[0] for each in running]

@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def states() -> dict[str, str]:
-    """What became of each patch in this process; empty before vLLM has called `register`."""
+    """State of each patch in this process; empty before vLLM has called `register`."""
     return {NAME: _patch.state} if _patch else {}
 
 
