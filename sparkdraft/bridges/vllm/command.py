@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparkdraft import defaults
 from sparkdraft.bridges.tables import Unread
 from sparkdraft.bridges.vllm import broken
 from sparkdraft.bridges.vllm.flags import CODED, CODED_KV, OWN_KV, REASONING, TOOLS, VLLM
 from sparkdraft.bridges.vllm.targets import WINDOWED, Speculation, Target, find_target, speculate
+from sparkdraft.config import parse_sampling
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig, default_of
 from sparkdraft.text.chat import variables_of
@@ -303,7 +303,7 @@ def _by_template(target: Target, notes: list[str]) -> str:
 
 
 def _sampling(config: ServerConfig) -> dict[str, Any]:
-    base, values = defaults.parse(config.sampling_defaults)
+    base, values = parse_sampling(config.sampling_defaults)
     return {
         "generation-config": "vllm" if base == "openai" else None,
         "override-generation-config": dict(values) or None,

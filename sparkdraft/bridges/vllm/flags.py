@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparkdraft import defaults
 from sparkdraft.bridges.tables import (
     LIST,
     ON,
@@ -24,6 +23,7 @@ from sparkdraft.bridges.tables import (
     whole,
     without,
 )
+from sparkdraft.config import SAMPLING_KINDS
 from sparkdraft.drafters import pairs
 from sparkdraft.drafters.mtp import MAX_DEPTH, MTP
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
@@ -158,7 +158,7 @@ def _generation(text: str) -> Found:
 
 def _sampling(text: str) -> Found:
     values = json_object(text)
-    kept = {name: value for name, value in values.items() if name in defaults.KINDS}
+    kept = {name: value for name, value in values.items() if name in SAMPLING_KINDS}
     notes = [f"--override-generation-config: {name} has no counterpart" for name in values if name not in kept]
     text = ",".join(f"{name}={value}" for name, value in kept.items())
     return Found({"sampling_defaults": text} if kept else {}, notes, near=("sampling_defaults",) if notes else ())
