@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -256,22 +257,10 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _write_shards(place: Path, stored: dict[str, Tensor], most: int) -> None:
-    shards: list[dict[str, Tensor]] = []
-    room = 0
-    for name, tensor in stored.items():
-        size = tensor.nbytes + len(name) + HEADER
-        if not shards or size > room:
-            shards.append({})
-            room = most - HEADER
-        shards[-1][name] = tensor
-        room -= size
-    if len(shards) == 1:
-        save_file(stored, place / "model.safetensors", {"format": "pt"})
-        return
-    where: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, place / file, {"format": "pt"})
-        where |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in stored.values())}, "weight_map": where}
-    (place / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    headers = sum(len(name) + HEADER for name in stored)
+    split = split_torch_state_dict_into_shards(stored, max_shard_size=max(most - headers, 1))
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: stored[name] for name in names}, place / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (place / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")

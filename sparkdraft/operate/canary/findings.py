@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +33,34 @@ class Failed(Exception):
 
 class Skipped(Exception):
     """Raised by a probe that cannot ask its question here; the message says why."""
+
+
+def ask_all(
+    probes: Sequence[tuple[str, str, Callable[[], str]]],
+    report: Callable[[int, int], None],
+    budget: float,
+    broken: Callable[[Exception], str],
+) -> list[Finding]:
+    """Run probes: name, part to blame, and what returns what was seen.
+
+    budget: seconds after which no probe begins. broken: returns what to say of an unexpected error, or raises it.
+    """
+    found, end = [], time.monotonic() + budget
+    for done, (name, part, probe) in enumerate(probes):
+        report(done, len(probes))
+        begin = time.monotonic()
+        try:
+            if begin > end:
+                raise Skipped(f"the {budget:g} s are over; `sparkdraft check` asks without a limit")
+            status, detail = PASSED, probe()
+        except Skipped as reason:
+            status, detail = SKIPPED, str(reason)
+        except Failed as reason:
+            status, detail = FAILED, str(reason)
+        except Exception as error:
+            status, detail = FAILED, broken(error)
+        found.append(Finding(name, status, detail, part, round(time.monotonic() - begin, 2)))
+    return found
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from sparkdraft.core import UserError
-from sparkdraft.operate.canary.findings import FAILED, PASSED, SKIPPED, Failed, Finding, Skipped
+from sparkdraft.operate.canary.findings import Failed, Finding, Skipped, ask_all
 from sparkdraft.operate.canary.probes import ASKED, CITY, NAME, TOOL
 from sparkdraft.util.sse import lines_of
 
@@ -341,26 +342,16 @@ def check_url(
     server: Server, report: Callable[[int, int], None] = lambda done, total: None, budget: float = inf
 ) -> list[Finding]:
     """Run all probes. Raises UserError if the server cannot be reached. budget: seconds after which no probe begins."""
-    found = []
     server.open()
-    deadline = time.monotonic() + budget
-    for done, (name, probe) in enumerate(PROBES):
-        report(done, len(PROBES))
-        begin = time.monotonic()
-        try:
-            if begin > deadline:
-                raise Skipped(f"the {budget:g} s are over; `sparkdraft check --url` asks without a limit")
-            status, detail = PASSED, probe(server)
-        except Skipped as reason:
-            status, detail = SKIPPED, str(reason)
-        except Failed as reason:
-            status, detail = FAILED, str(reason)
-        except (Refused, Unreachable) as reason:
-            status, detail = FAILED, f"a request was not answered: {reason}"
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            status, detail = FAILED, f"an answer cannot be read ({type(error).__name__}: {error})"
-        found.append(Finding(name, status, detail, seconds=round(time.monotonic() - begin, 2)))
-    return found
+    return ask_all([(name, "", partial(probe, server)) for name, probe in PROBES], report, budget, _broken)
+
+
+def _broken(error: Exception) -> str:
+    if isinstance(error, (Refused, Unreachable)):
+        return f"a request was not answered: {error}"
+    if isinstance(error, (KeyError, TypeError, AttributeError, IndexError)):
+        return f"an answer cannot be read ({type(error).__name__}: {error})"
+    raise error
 
 
 def _content(answer: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,18 +17,7 @@ from typing import Any
 from sparkdraft.backend import DRAFTING, PREFIX_CACHE, Backend, LoadBackend, ModelInfo, Report
 from sparkdraft.cache.formats import as_exact
 from sparkdraft.operate.canary import probes
-from sparkdraft.operate.canary.findings import (
-    CODED_CACHE,
-    FAILED,
-    GRAMMARS,
-    PASSED,
-    SKIPPED,
-    TOOLS,
-    Failed,
-    Finding,
-    Skipped,
-    failures,
-)
+from sparkdraft.operate.canary.findings import CODED_CACHE, FAILED, GRAMMARS, TOOLS, Finding, ask_all, failures
 from sparkdraft.operate.canary.probes import Asker, call_is_read, needle_is_found
 from sparkdraft.text.families import AUTO
 
@@ -57,15 +45,15 @@ def run_probes(
 ) -> list[Finding]:
     """Run all probes. Nobody else may use the backend meanwhile; its counts are reset afterwards. budget: seconds after
     which no probe begins."""
-    asker, todo, found = Asker(backend), all_probes(tool_parser), []
-    deadline = time.monotonic() + budget
-    for done, (name, part, probe) in enumerate(todo):
-        report(done, len(todo))
-        begin = time.monotonic()
-        status, detail = SKIPPED, f"the {budget:g} s are over; `sparkdraft check` asks without a limit"
-        if begin <= deadline:
-            status, detail = _run(probe, asker)
-        found.append(Finding(name, status, detail, part, round(time.monotonic() - begin, 2)))
+    asker = Asker(backend)
+
+    def broken(error: Exception) -> str:
+        traceback.print_exc()
+        backend.fail_batch(error)  # a step may be left half done; raises if the backend cannot go on
+        return f"the probe met an error: {type(error).__name__}: {error}"
+
+    todo = [(name, part, partial(probe, asker)) for name, part, probe in all_probes(tool_parser)]
+    found = ask_all(todo, report, budget, broken)
     backend.reset_counts()
     return found
 
@@ -75,19 +63,6 @@ def switch_off(backend: Backend, findings: Sequence[Finding]) -> None:
     for finding in failures(findings):
         if finding.part in (DRAFTING, PREFIX_CACHE):
             backend.switch(finding.part, False)
-
-
-def _run(probe: Probe, asker: Asker) -> tuple[str, str]:
-    try:
-        return PASSED, probe(asker)
-    except Skipped as reason:
-        return SKIPPED, str(reason)
-    except Failed as reason:
-        return FAILED, str(reason)
-    except Exception as error:
-        traceback.print_exc()
-        asker.backend.fail_batch(error)  # a step may be left half done; raises if the backend cannot go on
-        return FAILED, f"the probe met an error: {type(error).__name__}: {error}"
 
 
 # ---- at the start of a server

@@ -73,9 +73,6 @@ class Range(NamedTuple):
     low: float
     high: float
 
-    def times(self, factor: float) -> Range:
-        return Range(*(value * factor for value in self))
-
 
 NOTHING = Range(0.0, 0.0, 0.0)
 
@@ -182,17 +179,13 @@ class Forecast:
 
     @property
     def max_streams(self) -> int:
-        return self.fitting()
-
-    def fitting(self, context: int = 0) -> int:
-        """Streams of a context (0: the asked one) that fit. Pages of windows and recurrent states are kept for max_seqs
-        requests at most."""
-        fits = self.max_tokens // (context or self.question.context)
+        """Streams that fit. Pages of windows and recurrent states are kept for max_seqs requests at most."""
+        fits = self.max_tokens // self.question.context
         return min(fits, self.plan.max_seqs) if self.plan.windows or self.target.state else fits
 
-    def running(self, context: int = 0) -> int:
+    def running(self) -> int:
         """The number of asked streams that run at once; the others wait."""
-        return min(self.question.streams, self.fitting(context))
+        return min(self.question.streams, self.max_streams)
 
     @property
     def holds_all(self) -> bool:
@@ -208,22 +201,21 @@ class Forecast:
 
     # ---- speed
 
-    def seconds(self, depth: int = 0, context: int = 0, streams: int = 0, losses: Losses | None = None) -> Seconds:
-        """The predicted seconds of a step, by default of the streams that run at once."""
+    def seconds(self, depth: int = 0, losses: Losses | None = None) -> Seconds:
+        """The predicted seconds of a step of the streams that run at once."""
         question = self.question
-        load = Load(streams or max(self.running(context), 1), context or question.context, depth)
-        rates, found = question.machine.rates, losses or question.machine.losses(question.engine).expected
-        return step(rates, found, self.target, load, self.drafter)
+        load = Load(max(self.running(), 1), question.context, depth)
+        found = losses or question.machine.losses(question.engine).expected
+        return step(question.machine.rates, found, self.target, load, self.drafter)
 
-    def speed(self, depth: int = 0, tokens: float = 1.0, context: int = 0, streams: int = 0) -> Range:
+    def speed(self, depth: int = 0, tokens: float = 1.0) -> Range:
         """Tokens per second of all streams if a step commits so many tokens of each; 0 if not one stream fits."""
-        engine, count = self.question.machine.losses(self.question.engine), streams or self.running(context)
+        engine, count = self.question.machine.losses(self.question.engine), self.running()
         if not count:
             return NOTHING
         error = engine.error.experts if self.target.experts or count >= MANY else engine.error.dense
         expected, low, high = (
-            count * tokens / self.seconds(depth, context, count, losses).total
-            for losses in (engine.expected, engine.low, engine.high)
+            count * tokens / self.seconds(depth, losses).total for losses in (engine.expected, engine.low, engine.high)
         )
         return Range(expected, low * (1 - error), high * (1 + error))
 
@@ -239,11 +231,11 @@ class Forecast:
             return []
         return [fixed] if fixed else depth_choices(self.caps.max_depth, chain=self.caps.chain)[1:]
 
-    def drafted(self, chance: float, context: int = 0, streams: int = 0) -> Drafted:
-        best = Drafted(chance, 0, 1.0, self.speed(0, 1.0, context, streams))
+    def drafted(self, chance: float) -> Drafted:
+        best = Drafted(chance, 0, 1.0, self.plain)
         tokens = expected_tokens([chance] * max(self.depths, default=0))
         for depth in self.depths:
-            speed = self.speed(depth, tokens[depth], context, streams)
+            speed = self.speed(depth, tokens[depth])
             if speed.expected > best.speed.expected:
                 best = Drafted(chance, depth, tokens[depth], speed)
         return best
