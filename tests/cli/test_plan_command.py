@@ -57,7 +57,8 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
 
 def test_a_head_in_the_models_file_drafts_as_in_service_without_torch(tmp_path: Path) -> None:
     config = TARGET_FILES["qwen3.5-27b"]
-    head = json.dumps(dict.fromkeys(MtpConfig.of(read_config(config)).tensor_shapes())).encode()
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    head = json.dumps(dict.fromkeys(MtpConfig.of(read_config(config)).tensor_shapes(), empty)).encode()
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
     command = [sys.executable, "-c", WITHOUT_TORCH, *GB10, str(tmp_path), "--weights", "fp8", "--json"]
