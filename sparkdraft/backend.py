@@ -1,8 +1,7 @@
 """The interface between the server and an inference backend: the `Backend` protocol, and the records that it returns.
 
 The server's engine process (server/engine_process.py) runs one backend and knows it only by this protocol. The
-project's own engine is the first implementation (engine/backend.py). Another one has to provide what is written here
-and nothing else. No torch.
+project's own engine is the first implementation (engine/backend.py).
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any, Protocol
 
 from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput
 
-# What a backend can be told to do without, and to take up again (Backend.switch).
+# Parts that a backend can be told to do without (Backend.switch).
 DRAFTING, PREFIX_CACHE, GROWTH = "drafting", "prefix cache", "growth of the KV cache"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """All that the API must know about the model it serves."""
+    """The model that is served, for the API."""
 
     model: str  # as the user named it
     model_type: str
@@ -59,7 +58,7 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class CodingError:
-    """How far what a coded KV cache gives back is from what was written, and how far that may be."""
+    """The error of keys or values that a coded KV cache gives back, and its limit."""
 
     what: str  # "keys" or "values", and the layer
     error: float  # relative
@@ -100,8 +99,8 @@ class Backend(Protocol):
         """Start counting anew: the requests so far were not a user's."""
 
     def switch(self, part: str, on: bool) -> None:
-        """Do without DRAFTING, without PREFIX_CACHE or without further GROWTH, for all requests, from the next step
-        on; or take it up again. A part that this backend does not have is no error."""
+        """Do without DRAFTING, PREFIX_CACHE or further GROWTH, for all requests, from the next step on; or take it up
+        again. A part that this backend does not have is no error."""
 
     def coding_errors(self) -> list[CodingError]:
         """The errors of a coded KV cache, measured on a fixed text while no request runs: the worst layer's first.

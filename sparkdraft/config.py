@@ -1,7 +1,7 @@
-"""What a user may choose about the engine, in one frozen record. 0 and "auto" leave the choice to plan/resolve.py.
+"""The engine's configuration, in one frozen record. 0 and "auto" leave the choice to plan/resolve.py.
 
 The flags, environment variables, TOML keys, keywords of `LLM` and the table in docs/api.md are all made from these
-fields and their help texts. An unknown name is an error. No torch.
+fields and their help texts.
 """
 
 from __future__ import annotations
@@ -156,11 +156,6 @@ class EngineConfig:
             raise UserError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
         if self.spec not in ("auto", "off") and not self.spec.isdecimal():
             raise UserError(f"spec is '{self.spec}'; it must be auto, off or a number of drafts")
-        if self.drafter.partition(":")[0] == "race":
-            raise UserError(
-                f"drafter is {self.drafter}, and drafters no longer race: name one of them; "
-                "`sparkdraft bench accept --drafter NAME` measures it on your prompts"
-            )
         if self.spec_depths != "auto" and not _are_depths(self.spec_depths):
             raise UserError(
                 f"spec_depths is '{self.spec_depths}'; it must be auto, or growing numbers of drafts with 0 first: "
@@ -183,8 +178,7 @@ class EngineConfig:
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:
-    """A value as the config keeps it. From Python, a folder may be a Path, and drafts may be numbers: spec=7,
-    spec_depths=[0, 3, 7]."""
+    """A value as the config keeps it. From Python, a folder may be a Path, and depths a list of numbers."""
     if kind == "int":
         return whole(name, value)
     if kind == "float":
@@ -227,8 +221,7 @@ SAMPLING_BASES = ("model", "openai")
 
 
 def model_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The values of generation_config.json; empty if it names none. As in Hugging Face, do_sample = false is greedy
-    decoding, whatever the temperature."""
+    """The values of generation_config.json. As in Hugging Face, do_sample = false is greedy decoding."""
     named = {name: generation[name] for name in SAMPLING_KINDS if generation.get(name) is not None}
     if named.get("top_k") == -1:
         named["top_k"] = 0
@@ -238,7 +231,7 @@ def model_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def usable_defaults(generation: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """The values that can be used, and for each of the others, by name, what is wrong with it."""
+    """The values that can be used, and for each of the others, by name, the problem."""
     problems: dict[str, str] = {}
     for name in SAMPLING_KINDS:
         try:
@@ -249,8 +242,7 @@ def usable_defaults(generation: Mapping[str, Any]) -> tuple[dict[str, float], di
 
 
 def sampling_in_effect(setting: str, model: Mapping[str, float]) -> dict[str, float]:
-    """The values in effect. setting: "model" or "openai", or single values over the model's:
-    "temperature=0.7,top_p=0.9"."""
+    """The values in effect. setting: model, openai, or values over the model's such as temperature=0.7,top_p=0.9."""
     base, values = parse_sampling(setting)
     return OPENAI_SAMPLING | (dict(model) if base == "model" else {}) | values
 

@@ -4,7 +4,7 @@ Data only: every part imports this file, and it imports none of them. A field th
 part fills it. Lengths have the same names everywhere:
 
     0 ........ num_prompt ........ num_tokens                 ids that are known: the prompt, then the committed output
-    0 ... num_computed | num_known | num_draft |              rows in the cache | this step's: known ids, then drafts
+    0 ... num_computed | num_known | num_draft |              tokens in the cache | this step's: known ids, then drafts
                        |<---- num_scheduled -->|
                                    | num_accepted |           drafts that turned out right become known and computed
 """
@@ -24,7 +24,6 @@ AUTO = -1  # a depth that is chosen every step
 MAX_N = 64
 MAX_COUNT = 2**31 - 1  # limit of token counts and ids: what a 32-bit number holds
 MAX_TEMPERATURE = 100.0
-PENALTIES = (0.01, 100.0)  # range of repetition_penalty: logits stay finite
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
@@ -32,6 +31,20 @@ MAX_LOGIT_BIAS = 1024
 MAX_PATTERN = 2048  # tokens of a repeated pattern
 REPETITION = "repetition_detected"  # a stop reason, in vLLM's word
 GRAMMARS = ("json_object", "json_schema", "regex", "lark")
+RANGES: dict[str, tuple[float, float, str]] = {  # of sampling parameters, and the rule in words
+    "max_tokens": (1, MAX_COUNT, f"at least 1 and at most {MAX_COUNT}"),
+    "temperature": (0, MAX_TEMPERATURE, f"0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"),
+    "top_k": (0, MAX_COUNT, f"0 (off) or a positive number up to {MAX_COUNT}"),
+    "min_p": (0, 1, "between 0 and 1"),
+    "repetition_penalty": (0.01, 100, "between 0.01 and 100 (1 is off)"),  # logits stay finite
+    "presence_penalty": (-2, 2, "between -2 and 2"),
+    "frequency_penalty": (-2, 2, "between -2 and 2"),
+    "logprobs": (0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    "num_draft": (AUTO, MAX_COUNT, f"{AUTO} (chosen every step), 0 (off) or a positive number up to {MAX_COUNT}"),
+    "repetition_limit": (0, MAX_COUNT, f"0 (off) or a positive number up to {MAX_COUNT}"),
+    "n": (1, MAX_N, f"between 1 and {MAX_N}"),
+}
 
 
 class UserError(Exception):
@@ -107,7 +120,7 @@ def _texts(stop: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the output must look like. text/grammar.py compiles it and reports what is wrong with it."""
+    """The grammar of an output. text/grammar.py compiles it and reports what is wrong with it."""
 
     kind: str  # one of GRAMMARS
     text: str = ""  # the schema as JSON, the regex, or the grammar in llguidance's Lark; empty for "json_object"
@@ -118,7 +131,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """When a text counts as repeating itself, and is ended (text/repetition.py). vLLM's names, and one of ours."""
+    """The rule by which a text that repeats itself is ended (text/repetition.py). vLLM's names, and one of ours."""
 
     max_pattern_size: int = 256  # tokens of a pattern; 0: nothing is looked for
     min_pattern_size: int = 1
@@ -141,8 +154,8 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. All values are checked here, so that later code need not: every comparison is written
-    so that NaN fails it. A seed may have any size: the engine keeps its lowest 64 bits."""
+    """The sampling of one request. All values are checked here; every comparison is written so that NaN fails it. A
+    seed may have any size: the engine keeps its lowest 64 bits."""
 
     max_tokens: int = 256
     min_tokens: int = 0
@@ -170,25 +183,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_types()
-        self._check_lengths()
-        self._check_filters()
-        self._check_penalties()
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, (low, high, rule) in RANGES.items():
             value = getattr(self, name)
-            _require(
-                value is None or 0 <= value <= MAX_LOGPROBS,
-                f"{name} is {value}; it must be between 0 and {MAX_LOGPROBS}",
-            )
+            _require(value is None or low <= value <= high, f"{name} is {value}; it must be {rule}")
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
         _require(
-            self.num_draft is None or AUTO <= self.num_draft <= MAX_COUNT,
-            f"num_draft is {self.num_draft}; it must be {AUTO} (chosen every step), 0 (off) or a positive number "
-            f"up to {MAX_COUNT}",
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens ({self.max_tokens})",
         )
-        _require(
-            0 <= self.repetition_limit <= MAX_COUNT,
-            f"repetition_limit is {self.repetition_limit}; it must be 0 (off) or a positive number up to {MAX_COUNT}",
-        )
-        _require(1 <= self.n <= MAX_N, f"n is {self.n}; it must be between 1 and {MAX_N}")
+        self._check_lists()
 
     def _check_types(self) -> None:
         """Numbers may be numpy's; a list that is None is as if left out."""
@@ -207,15 +210,7 @@ class SamplingParams:
         for name, value in known.items():
             object.__setattr__(self, name, value)
 
-    def _check_lengths(self) -> None:
-        _require(
-            1 <= self.max_tokens <= MAX_COUNT,
-            f"max_tokens is {self.max_tokens}; it must be at least 1 and at most {MAX_COUNT}",
-        )
-        _require(
-            0 <= self.min_tokens <= self.max_tokens,
-            f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens ({self.max_tokens})",
-        )
+    def _check_lists(self) -> None:
         _require(all(self.stop), "a stop string is empty; remove it")
         longest = max(map(len, self.stop), default=0)
         for name, size, most in (
@@ -228,28 +223,6 @@ class SamplingParams:
             longest <= MAX_STOP_CHARS,
             f"stop has a string of {longest} characters and {MAX_STOP_CHARS} is the limit; shorten it",
         )
-
-    def _check_filters(self) -> None:
-        _require(
-            0 <= self.temperature <= MAX_TEMPERATURE,
-            f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}",
-        )
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        _require(
-            0 <= self.top_k <= MAX_COUNT,
-            f"top_k is {self.top_k}; it must be 0 (off) or a positive number up to {MAX_COUNT}",
-        )
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1")
-
-    def _check_penalties(self) -> None:
-        low, high = PENALTIES
-        _require(
-            low <= self.repetition_penalty <= high,
-            f"repetition_penalty is {self.repetition_penalty}; it must be between {low:g} and {high:g} (1 is off)",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2 <= value <= 2, f"{name} is {value}; it must be between -2 and 2")
         _require(
             all(-100 <= bias <= 100 for bias in self.logit_bias.values()),
             "logit_bias has a value outside -100 to 100; bring every bias into that range",
@@ -257,7 +230,7 @@ class SamplingParams:
 
     @property
     def repetition(self) -> Repetition | None:
-        """When the text is ended because it repeats itself; None: never."""
+        """The rule by which the text is ended; None: none."""
         rule = self.repetition_detection
         if rule is None and self.repetition_limit:
             rule = Repetition(min_tokens=self.repetition_limit)
@@ -280,7 +253,7 @@ class Request:
     max_output: int  # max_tokens, or less if the context ends first
     output_ids: list[int] = field(default_factory=list)  # appended by engine/output
     num_computed: int = 0  # advanced by the scheduler, back to 0 when preempted
-    num_cached: int | None = None  # prompt rows supplied by the prefix cache, set by the scheduler at first admission
+    num_cached: int | None = None  # prompt tokens from the prefix cache, set by the scheduler at first admission
     blocks: array[int] = field(default_factory=lambda: array("i"))  # owned by the scheduler
     chain: list[int] = field(default_factory=list)  # the prefix cache's keys of the full blocks
     finish: FinishReason | None = None  # set by engine/output or by abort
@@ -304,12 +277,12 @@ class Request:
 
 @dataclass(slots=True)
 class Work:
-    """One request's part of a step: rows [start, start + num_scheduled) of its sequence."""
+    """One request's part of a step: tokens [start, start + num_scheduled) of its sequence."""
 
     request: Request
     start: int  # num_computed when the step was scheduled
-    num_known: int  # rows of known ids; the rest are drafts
-    samples: bool  # whether the row of the last known id is among them: this row and the drafts predict new ids
+    num_known: int  # tokens with known ids; the rest are drafts
+    samples: bool  # whether the last known id is among them: it and the drafts predict new ids
     most_drafts: int = 0  # most drafts that fit
     drafts: list[int] = field(default_factory=list)  # filled by engine/drafting
     source: str = ""  # the source of the drafts, filled with them
@@ -333,13 +306,13 @@ class Work:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one known row, perhaps with drafts, and not a prompt."""
+        """Whether it is one known token, perhaps with drafts, and not a prompt."""
         return self.samples and self.num_known == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the scheduler decided for one step; the runner lays it out as one ragged batch."""
+    """The work of one step, which the runner lays out as one ragged batch."""
 
     work: list[Work]
     preempted: list[Request] = field(default_factory=list)
@@ -366,7 +339,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step added to one request. The last one of a request carries its finish reason."""
+    """The addition of one step to one request. The last one of a request carries its finish reason."""
 
     request_id: str
     index: int

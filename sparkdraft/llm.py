@@ -5,9 +5,8 @@
     for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
         print(piece.text, end="", flush=True)
 
-There is one loop: `stream` steps the engine, and `generate` drains it. Several streams may be open in one thread, and
-`generate` and `chat` may be called meanwhile: the caller that steps the engine puts the pieces of other callers into
-their inboxes.
+Several streams may be open in one thread, and `generate` and `chat` may be called meanwhile: the caller that steps the
+engine puts the pieces of other callers into their inboxes.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class LLM:
         return [Result(done[name]) for name in inbox.names]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """The answer to a conversation. What the model thought before it is in `reasoning`, not in `text`."""
+        """The answer to a conversation. Thoughts before it are in `reasoning`, not in `text`."""
         ids, thoughts, params = self.chat_ids(messages), self.style.reasoning, params or SamplingParams()
         if thoughts and thoughts.keep_special:
             params = replace(params, keep_special=True)
@@ -136,8 +135,7 @@ class LLM:
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The sampling parameters that the model's authors recommend (generation_config.json), with the given changes.
-        Methods of this class do not use them by themselves: SamplingParams() is greedy. A value that is wrong there is
-        left out, and `fallbacks` names it."""
+        SamplingParams() itself is greedy."""
         return SamplingParams(**(OPENAI_SAMPLING | usable_defaults(self.checkpoint.generation)[0] | changes))
 
     def kv_errors(self) -> dict[str, Any] | None:
@@ -145,11 +143,11 @@ class LLM:
         return self.engine.kv_errors()
 
     def fallbacks(self) -> list[Fallback]:
-        """What runs differently from what was asked, and why."""
+        """The parts that run differently from what was asked, and why."""
         return self.engine.fallbacks
 
     def facts(self) -> list[Fact]:
-        """How it runs on this machine, and why where it could run better."""
+        """The way it runs on this machine, with reasons where it could run better."""
         return [*facts(self.engine), *self.style.facts]
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -211,15 +209,13 @@ class LLM:
                 inbox.pieces.append(piece)
 
     def _fail(self, error: BaseException) -> None:
-        """A step was interrupted, by a bug or by Ctrl-C: everything that ran is lost, and the callers that wait are
-        told."""
+        """A step was interrupted, by a bug or by Ctrl-C: tell the callers that wait."""
         for name in self.engine.fail_batch():
             if inbox := self._inboxes.get(name):
                 inbox.failure = f"the engine was interrupted within a step ({error!r}); send the request again"
 
     def _leave(self, inbox: Inbox) -> None:
-        """Abort what still runs. The garbage collector may close a stream in the middle of a step; then it is aborted
-        after it."""
+        """Abort what still runs, after the step if the garbage collector closes a stream in the middle of one."""
         for name in inbox.names:
             del self._inboxes[name]
             if self._stepping:

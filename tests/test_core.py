@@ -78,7 +78,6 @@ def test_wrong_engine_options(field: dict[str, object]) -> None:
     ("field", "words"),
     [
         ({"spec": 7.5}, "spec is 7.5; it must be a text"),
-        ({"drafter": "race:some/drafter"}, "drafters no longer race: name one of them"),
         ({"spec": -7}, "spec is '-7'; it must be auto, off or a number of drafts"),
         ({"spec_depths": [3, 0]}, "spec_depths is '3,0'; it must be auto, or growing numbers"),
         ({"max_seqs": 1.5}, "max_seqs is 1.5; it must be a whole number"),

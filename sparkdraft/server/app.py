@@ -2,8 +2,7 @@
 
     Linger -> Errors -> Hosts -> Auth -> BodyLimit -> a route
 
-Whatever the middleware or a route raises becomes OpenAI's error body in `Errors`. The engine is reached only through
-its client, so nothing here imports torch. run.py starts a server around this.
+Whatever the middleware or a route raises becomes OpenAI's error body in `Errors`.
 """
 
 from __future__ import annotations
@@ -102,10 +101,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 async def send_warm_up_requests(app: ASGIApp, api_key: str | None) -> None:
     """Send real requests through the whole path of a user's request, before /health says ready.
 
-    The engine has run all shapes by then (engine/backend.py). These requests also pay for compiling the template, for
-    the first use of routes, checks and parsers, and for the template's opening, which all users share and which stays
-    in the prefix cache. They go to a second application beside the users', so that its counters are separate. Answers
-    are dropped, errors included: the next user's request gets the same error.
+    They pay for compiling the template, for the first use of routes and parsers, and for the template's opening, which
+    stays in the prefix cache. They go to a second application, so that its counters are separate. Answers are dropped.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -141,12 +138,8 @@ class Errors:
             failure = as_error(error)
             if started:
                 raise
-            await _answer(failure)(scope, receive, counting)
-
-
-def _answer(error: ApiError) -> Response:
-    body: dict[str, Any] = error.body()
-    return Response(dumps(body), error.status, error.headers, "application/json")
+            answer = Response(dumps(failure.body()), failure.status, failure.headers, "application/json")
+            await answer(scope, receive, counting)
 
 
 def as_error(error: Exception) -> ApiError:

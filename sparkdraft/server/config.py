@@ -1,14 +1,14 @@
-"""What a user may choose about the server, in one frozen record around the engine's own.
+"""The server's configuration, in one frozen record around the engine's own.
 
 Flags, the environment and a TOML file use the same names and meet in one function, `merge`: flags beat the environment,
 the environment beats the file, and the file beats the defaults. Between file and defaults comes the profile of
 `sparkdraft tune`, which the engine's process reads. bridges/container_env.py adds the variables of vLLM's containers.
-sparkdraft/config.py checks the engine's values.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -24,6 +24,15 @@ PREFIX = "SPARKDRAFT_"
 # Variables that are not fields: weights/hub.py, cli/serve.py, kernels/native/build.py and the plugin in vLLM read them.
 OTHER_NAMES = ("SPARKDRAFT_CACHE", "SPARKDRAFT_CONFIG", "SPARKDRAFT_CXXFLAGS", "SPARKDRAFT_VLLM_SKIP")
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+RANGES: dict[str, tuple[float, float, str]] = {  # of fields, and the rule in words
+    "port": (0, 65535, "between 0 (any free one) and 65535"),
+    "max_queue": (0, math.inf, "0 (no request waits) or positive"),
+    "max_body": (1024, math.inf, "at least 1024 bytes"),
+    "repetition_limit": (0, math.inf, "0 (off) or positive"),
+    "drain_seconds": (0, 3600, "between 0 and 3600"),
+    "hang_seconds": (0, 86400, "between 0 (no limit) and 86400"),
+    "step_seconds": (0, 86400, "between 0 (no limit) and 86400"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +80,9 @@ class ServerConfig:
     watchdog: bool = option(True, "watch memory, throttling, step times and acceptance, and react to problems")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise UserError(f"port is {self.port}; it must be between 0 (any free one) and 65535")
-        if self.max_queue < 0:
-            raise UserError(f"max_queue is {self.max_queue}; it must be 0 (no request waits) or positive")
-        if self.max_body < 1024:
-            raise UserError(f"max_body is {self.max_body}; it must be at least 1024 bytes")
-        if self.repetition_limit < 0:
-            raise UserError(f"repetition_limit is {self.repetition_limit}; it must be 0 (off) or positive")
-        if not 0 <= self.drain_seconds <= 3600:
-            raise UserError(f"drain_seconds is {self.drain_seconds}; it must be between 0 and 3600")
-        for name in ("hang_seconds", "step_seconds"):
-            if not 0 <= getattr(self, name) <= 86400:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be between 0 (no limit) and 86400")
+        for name, (low, high, rule) in RANGES.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                raise UserError(f"{name} is {value}; it must be {rule}")
         parse_sampling(self.sampling_defaults)
         parsers = {"reasoning_parser": (*REASONING_PARSERS, NONE), "tool_parser": TOOL_PARSERS}
         for name, known in parsers.items():
@@ -138,8 +137,7 @@ def merge(
     more: Callable[[Mapping[str, str]], dict[str, Any]] | None = None,
 ) -> ServerConfig:
     """One config from the three sources; a flag that was not given is None or missing. base: values that all three
-    beat; its drafter is only for its own model. more: reads further variables, which beat the file and are beaten by
-    SPARKDRAFT_ variables."""
+    beat; its drafter is only for its own model. more: reads variables between the file and SPARKDRAFT_ ones."""
     named = _from_toml(toml_path) if toml_path else {}
     check_names(environ)
     named |= more(environ) if more else {}
@@ -160,8 +158,7 @@ def beats_extra_args(flags: Mapping[str, Any], environ: Mapping[str, str]) -> fr
 
 
 def check_names(environ: Mapping[str, str]) -> None:
-    """Refuse unknown SPARKDRAFT_ variables. An empty variable counts as not set, because containers pass on variables
-    that were never filled in."""
+    """Refuse unknown SPARKDRAFT_ variables. An empty variable counts as not set: containers pass such on."""
     for key, value in environ.items():
         if key.startswith(PREFIX) and value and key not in OWN_NAMES and key not in OTHER_NAMES:
             question = did_you_mean(key, [*OWN_NAMES, *OTHER_NAMES], PREFIX)

@@ -1,8 +1,7 @@
 """`python -m sparkdraft.server.healthcheck`: tells whether the server of this container would answer a request now.
 
-It asks /health at the address that the variables and the file of `sparkdraft serve` name, so an image needs no curl and
-no second place for the port. A port that is only a flag of `serve` is not seen here: use SPARKDRAFT_PORT. It is a
-program of its own, not a part of the server.
+It asks /health at the address that the variables and the file of `sparkdraft serve` name, so an image needs no curl. A
+port that is only a flag of `serve` is not seen here: use SPARKDRAFT_PORT.
 """
 
 from __future__ import annotations
@@ -43,12 +42,5 @@ def check(environ: Mapping[str, str]) -> str:
         return f"{url} does not answer: {error}"
 
 
-def main() -> int:
-    problem = check(os.environ)
-    if problem:
-        print(problem, file=sys.stderr)
-    return 1 if problem else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check(os.environ) or 0)  # a text goes to standard error, and the status is 1

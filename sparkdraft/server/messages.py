@@ -1,8 +1,7 @@
 """The messages between the API process and the engine process: a few dataclasses, one JSON line each.
 
 A line is an array: the message's name, then its fields in order. Nested records (events, the model's facts) are arrays
-of fields too, which keeps a step's line short. Both ends are the same version of this package, so there is nothing to
-negotiate. engine_process.py and engine_client.py own the sockets. No torch.
+of fields too. Both ends are the same version of this package, so there is nothing to negotiate.
 """
 
 from __future__ import annotations
@@ -14,15 +13,7 @@ from operator import attrgetter
 from typing import Any, get_args
 
 from sparkdraft.backend import ModelInfo
-from sparkdraft.core import (
-    FinishReason,
-    GrammarSpec,
-    Repetition,
-    SamplingParams,
-    StepOutput,
-    TokenLogprob,
-    UserError,
-)
+from sparkdraft.core import FinishReason, GrammarSpec, Repetition, SamplingParams, StepOutput, TokenLogprob, UserError
 
 # ---- to the engine
 
@@ -67,6 +58,8 @@ class Shutdown:
     """Exit now, whatever is running."""
 
 
+ToEngine = Submit | Abort | AskStatus | CountAnew | Switch | Ping | Shutdown
+
 # ---- from the engine
 
 
@@ -84,7 +77,7 @@ class Ready:
 
 @dataclass(slots=True)  # not frozen: there is one per request and step, and frozen ones take three times as long
 class TokenEvent:
-    """What one step added to one of a request's n texts: a StepOutput in transit."""
+    """The addition of one step to one of a request's n texts: a StepOutput in transit."""
 
     id: str
     index: int
@@ -139,22 +132,7 @@ class Dying:
     final: bool = False  # it would die in the same way again, because the configuration cannot run
 
 
-Message = (
-    Submit
-    | Abort
-    | AskStatus
-    | CountAnew
-    | Switch
-    | Ping
-    | Shutdown
-    | Loading
-    | Ready
-    | Tokens
-    | Refused
-    | Status
-    | Pong
-    | Dying
-)
+Message = ToEngine | Loading | Ready | Tokens | Refused | Status | Pong | Dying
 KINDS: dict[str, Callable[..., Message]] = {kind.__name__: kind for kind in get_args(Message)}
 _event_fields = attrgetter(*(f.name for f in fields(TokenEvent)))
 _output_fields = attrgetter("request_id", *(f.name for f in fields(TokenEvent)[1:]))
@@ -207,9 +185,9 @@ def unpack_params(values: Mapping[str, Any]) -> SamplingParams:
     try:
         if "logit_bias" in known:
             known["logit_bias"] = {int(token): bias for token, bias in known["logit_bias"].items()}
-        if known.get("grammar") is not None:
+        if "grammar" in known:
             known["grammar"] = GrammarSpec(**known["grammar"])
-        if known.get("repetition_detection") is not None:
+        if "repetition_detection" in known:
             known["repetition_detection"] = Repetition(**known["repetition_detection"])
         return SamplingParams(**known)
     except (TypeError, ValueError, AttributeError) as error:

@@ -1,8 +1,7 @@
 """Turns a request's messages and tools into the ids that the model reads, and makes the parser for its answer.
 
-`ModelText` knows how a model handles text: tokenizer, chat template, the format of its tool calls and of its reasoning,
-all from the engine process's description. A request becomes ids, sampling parameters and a parser here, in a thread;
-stream.py runs it.
+`ModelText` has the model's tokenizer, chat template, and formats of tool calls and reasoning, all from the engine
+process's description. It works in a thread; stream.py runs the request.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class ModelText:
         tool_parser: str = AUTO,
         repetition_limit: int = 0,
     ) -> None:
-        """sampling, repetition_limit: what a request gets for the fields that it leaves out. The parsers are chosen by
-        the model unless they are named."""
+        """sampling, repetition_limit: of requests that name none. AUTO: the parser is chosen by the model."""
         self.info, self.sampling, self.repetition_limit = info, sampling, repetition_limit
         self.tokenizer = Tokenizer(RawTokenizer.from_str(info.tokenizer), info.special)
         self._longest = max(map(len, self.tokenizer.raw.get_vocab()))  # most characters of one token
@@ -64,8 +62,8 @@ class ModelText:
     # ---- ids
 
     def encode(self, text: str, add_special: bool = True, cuts: bool = False) -> list[int]:
-        """Tokenise a text. A text that cannot fit is refused with as little work as possible. cuts: only the last
-        tokens will be used, so it may have more than fit. Call it in a thread, as encode_chat."""
+        """Tokenise a text. One that cannot fit is refused with as little work as possible. cuts: only the last tokens
+        will be used, so it may have more than fit."""
         if cuts:  # of twice the longest end that can be used, the first tokens may differ, and they are cut off
             text = text[-2 * self.info.max_model_len * self._longest :]
         else:
@@ -145,14 +143,13 @@ class ModelText:
 
     def messages(self, given: list[ChatMessage]) -> list[dict[str, Any]]:
         """Messages as the template wants them: text instead of parts, only roles that it knows, earlier calls in its
-        format. Raises if their text cannot fit, before any work is done with it."""
+        format."""
         self._check_chars(sum(map(_num_chars, given)), "messages")
         knows_developer = "developer" in (self.info.chat_template or "")
         return self.tools.history([_plain(message, knows_developer) for message in _with_calls(given)])
 
     def variables(self, given: Mapping[str, Any] | None = None, effort: str | None = None) -> dict[str, Any]:
-        """What else the template looks at: the model's own defaults, what an effort means to it, and over both what
-        the request sets by name."""
+        """Further variables of the template: the model's own, those of an effort, and over both the request's."""
         wrong = next((name for name in given or () if name in RESERVED), None)
         if wrong:
             raise ApiError(400, f"chat_template_kwargs may not set '{wrong}'; remove it.", "chat_template_kwargs")
@@ -213,8 +210,8 @@ class ModelText:
         variables: dict[str, Any],
         opens: bool,
     ) -> ChatText:
-        """The rendered prompt with tools: shown by the template, or by a text for the model ('instructions'), also
-        where the template takes no system prompt. opens: it ends where the answer begins."""
+        """The rendered prompt with tools: shown by the template, or by a text ('instructions') in the system prompt or
+        the first user message. opens: it ends where the answer begins."""
         if instructions is None:
             return self.render(messages, tools, variables, opens)
         try:
@@ -230,7 +227,7 @@ class ModelText:
         return OnlyCalls(parser) if tools and not tools.is_free else parser
 
     def _grammar(self, body: ChatRequest, tools: Tools | None, prompt: str) -> GrammarSpec | None:
-        """That of calls, of response_format, or of either; after the reasoning."""
+        """The grammar of calls, of response_format, or of either; after the reasoning."""
         answer = _answer_grammar(body.response_format)
         try:
             rule = answer_rule(answer) if answer else ""
@@ -259,8 +256,8 @@ class Tools:
         self.instructions = form.instructions(self.dicts, not self.is_free, self.only)
 
     def constraint(self, reasoning: ReasoningFormat | None, prompt: str, answer: str) -> GrammarSpec | None:
-        """The grammar that enforces a required or named call. With "auto" the model decides: between calls and what
-        response_format asks for, if that is given (answer: its Lark rule), else freely."""
+        """The grammar of a required or named call. With "auto" the model decides, between calls and response_format if
+        that is given (answer: its Lark rule)."""
         thinking, instead = reasoning.grammar(prompt) if reasoning else "", ""
         if self.is_free:
             if not answer:
@@ -274,13 +271,9 @@ def _noun(param: str) -> str:
 
 
 def _too_long(param: str, size: str, limit: int) -> ApiError:
-    """The error for a text that is too long, in OpenAI's words: LiteLLM recognises them and raises its
-    ContextWindowExceededError. Numbers are plain digits, because clients parse them."""
-    message = (
-        f"This model's maximum context length is {limit} tokens, including the answer; the {_noun(param)} has {size}: "
-        "shorten it."
-    )
-    return ApiError(400, message, param, "context_length_exceeded")
+    """In OpenAI's words, which LiteLLM recognises, and in plain digits, which clients parse."""
+    limited = f"This model's maximum context length is {limit} tokens, including the answer"
+    return ApiError(400, f"{limited}; the {_noun(param)} has {size}: shorten it.", param, "context_length_exceeded")
 
 
 def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

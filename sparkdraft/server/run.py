@@ -1,8 +1,7 @@
 """The server as a process: a socket, uvicorn around the application, and an orderly shutdown.
 
 SIGTERM or Ctrl-C drains: /health and new requests get 503, running requests may finish for `drain_seconds`, those left
-then end with an error, and the process exits with 0. A second signal does not wait. The command line handles signals
-before the server runs, and what is printed meanwhile.
+then end with an error, and the process exits with 0. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -40,13 +39,11 @@ def listen(config: ServerConfig) -> socket.socket:
         listener.bind(address)
     except (OSError, UnicodeError) as error:
         if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise UserError(
-                f"host is '{config.host}', which is not an address of this machine; choose another with --host, such "
-                "as 127.0.0.1 (for this machine alone) or 0.0.0.0 (for others too)"
-            ) from None
-        raise UserError(
-            f"cannot listen on {config.host} port {config.port} ({error.strerror}); choose another with --port"
-        ) from None
+            usual = "127.0.0.1 (for this machine alone) or 0.0.0.0 (for others too)"
+            wrong = f"host is '{config.host}', which is not an address of this machine"
+            raise UserError(f"{wrong}; choose another with --host, such as {usual}") from None
+        place = f"{config.host} port {config.port}"
+        raise UserError(f"cannot listen on {place} ({error.strerror}); choose another with --port") from None
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener

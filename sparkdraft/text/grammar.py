@@ -29,11 +29,7 @@ MAX_BYTES = 64 * 1024  # of a schema or a grammar as text
 MAX_DEPTH = 100  # nesting of objects and arrays: the compiler's own reader gives up at 123
 MAX_SECONDS = 10.0  # to compile: the limits below are mostly met within one second
 # White space in JSON: none, a space, or a line break and its indentation. Some models would write blanks forever.
-JSON_OPTIONS: JsonCompileOptions = {
-    "whitespace_pattern": r"( |\n {0,16})",
-    "lenient": False,
-    "coerce_one_of": False,
-}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n {0,16})", "lenient": False, "coerce_one_of": False}
 # A grammar's lexer keeps every state that any of its requests has met. The number of states is bounded, and the states
 # that one mask may compute (10,000 units take about 2 ms on a slow core). A text that exceeds a limit ends there. A
 # string with a maxLength needs about five states per character; most other grammars need some hundred states.

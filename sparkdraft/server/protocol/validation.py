@@ -71,19 +71,13 @@ ALLOWED = {
     "string_too_short": "a string that is not empty",  # no field needs more than one character
     "string_too_long": "a string of at most {max_length} characters",
     "string_pattern_mismatch": "1 to 128 letters, digits or characters of _.:-",  # the names of tools
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
     "int_parsing_size": "a whole number with fewer digits",
-    "float_type": "a number",
-    "float_parsing": "a number",
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
     "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
     "too_short": "a list that is not empty",  # no list needs more than one element
     "too_long": "a list of at most {max_length} elements",
     "greater_than": "above {gt}",
@@ -98,8 +92,7 @@ NO_OBJECT = "The body must be a JSON object, sent with the header 'Content-Type:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """One sentence from pydantic's errors. For a union pydantic reports every branch; the one that got furthest was
-    meant."""
+    """One sentence from pydantic's errors. Of the branches of a union, the one that got furthest was meant."""
     if errors[0]["type"] == "json_invalid":
         return broken_json(errors[0]["ctx"]["error"], errors[0]["loc"][-1], body)
     field = errors[0]["loc"][:2]
@@ -168,8 +161,7 @@ def shown(value: Any) -> str:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:
-    """The part of an error's location that is in the body, such as 'messages[0].role'. The rest names branches of a
-    union."""
+    """The part of an error's location that is in the body, such as 'messages[0].role'."""
     path, loc = "", error["loc"]
     for i, part in enumerate(loc[1:]):
         last_is_missing = i == len(loc) - 2 and error["type"] == "missing"
@@ -193,53 +185,30 @@ LEAVE = "leave it out"
 SAMPLING = "leave it out; temperature, top_p, top_k, min_p and the penalties are supported"
 ADAPTER = "serve a model that the adapter was merged into"
 TEXT = "this server reads and writes text only, so leave it out"
-INSTEAD = {
-    # OpenAI
-    "audio": TEXT,
-    "modalities": TEXT,
+INSTEAD = {  # fields of OpenAI, vLLM, llama.cpp and SGLang
+    **dict.fromkeys(("audio", "modalities"), TEXT),
     "verbosity": "ask for a short or a long answer in a message",
     "web_search_options": "use tools, and search yourself",
-    # vLLM
-    "guided_json": SCHEMA,
+    **dict.fromkeys(("guided_json", "structured_outputs", "json_schema"), SCHEMA),
     "guided_choice": f"{SCHEMA} and an enum of the choices",
-    "guided_regex": PATTERN,
-    "guided_grammar": LEAVE,
-    "structured_outputs": SCHEMA,
+    **dict.fromkeys(("guided_regex", "regex"), PATTERN),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf", "kv_transfer_params", "vllm_xargs"), LEAVE),
     "structural_tag": TOOLS,
-    "allowed_token_ids": BIAS,
-    "bad_words": BIAS,
-    "logits_processors": BIAS,
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), BIAS),
     "use_beam_search": "use n and choose yourself",
     "include_stop_str_in_output": "append the stop string yourself",
     "include_reasoning": "leave it out and drop reasoning_content yourself",
-    "return_token_ids": "use /tokenize",
-    "return_tokens_as_token_ids": "use /tokenize",
-    "prompt_embeds": "send text or token ids",
+    "separate_reasoning": "leave it out and put reasoning_content before the text yourself",
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "use /tokenize"),
+    **dict.fromkeys(("prompt_embeds", "input_embeds"), "send text or token ids"),
     "chat_template": "put the file into the model's folder as chat_template.jinja",
     "cache_salt": "start the server with --no-prefix-cache",
-    "kv_transfer_params": LEAVE,
-    "vllm_xargs": LEAVE,
-    # llama.cpp
-    "grammar": LEAVE,
-    "json_schema": SCHEMA,
-    "lora": ADAPTER,
+    **dict.fromkeys(("lora", "lora_path"), ADAPTER),
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
     "repeat_penalty": "use repetition_penalty",
-    "samplers": SAMPLING,
-    "mirostat": SAMPLING,
-    "typical_p": SAMPLING,
-    "tfs_z": SAMPLING,
-    "top_n_sigma": SAMPLING,
-    "dynatemp_range": SAMPLING,
-    "dry_multiplier": SAMPLING,
-    "xtc_probability": SAMPLING,
-    # SGLang
-    "regex": PATTERN,
-    "ebnf": LEAVE,
-    "lora_path": ADAPTER,
-    "input_embeds": "send text or token ids",
-    "separate_reasoning": "leave it out and put reasoning_content before the text yourself",
+    **dict.fromkeys(("samplers", "mirostat", "typical_p", "tfs_z", "top_n_sigma", "dynatemp_range"), SAMPLING),
+    **dict.fromkeys(("dry_multiplier", "xtc_probability"), SAMPLING),
 }
 COMPLETIONS_ONLY = {
     "add_special_tokens": "use /v1/completions: the chat template writes the special tokens of a chat",
@@ -253,17 +222,9 @@ OFF: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "response_format": ({"type": "text"},),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "best_of": (1,),
-    "mirostat": (0,),
-    "dynatemp_range": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "top_n_sigma": (-1,),
-    "repeat_penalty": (1,),
-    "typical_p": (1,),
-    "tfs_z": (1,),
+    **dict.fromkeys(("n_predict", "top_n_sigma"), (-1,)),
+    **dict.fromkeys(("n_probs", "mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (0,)),
+    **dict.fromkeys(("best_of", "repeat_penalty", "typical_p", "tfs_z"), (1,)),
 }
 SCHEMAS = ("guided_json", "json_schema")  # here {} is a constraint: any JSON
 ON_BY_DEFAULT = ("include_reasoning", "separate_reasoning")  # here false is what changes the answer

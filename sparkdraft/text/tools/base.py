@@ -174,6 +174,14 @@ class ToolFormat(ABC):
         return [with_objects(message) for message in messages]
 
 
+def choices_of(schema: Any) -> list[Any] | None:
+    """The values that a schema lists; None if it lists none."""
+    if not isinstance(schema, dict):
+        return None
+    found = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return found if isinstance(found, list) else None
+
+
 def lark(text: str) -> str:
     """Quote a string for a Lark grammar."""
     return json.dumps(text)

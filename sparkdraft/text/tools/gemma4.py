@@ -20,6 +20,7 @@ from sparkdraft.text.tools.base import (
     ToolFormat,
     Tools,
     calls_of,
+    choices_of,
     content_text,
     function_of,
     lark,
@@ -238,8 +239,8 @@ class _Rules:
         return self._names[id(schema)]
 
     def _body(self, schema: dict[str, Any], depth: int) -> str:
-        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
+        choices = choices_of(schema)
+        if choices and all(isinstance(choice, str) and choice for choice in choices):
             return " | ".join(f"{QUOTE} {lark(choice)} {QUOTE}" for choice in choices)
         kinds, parts = schema.get("type"), schema.get("anyOf", schema.get("oneOf"))
         if kinds is None and isinstance(parts, list) and parts:

@@ -21,7 +21,7 @@ import re
 from typing import Any, ClassVar
 
 from sparkdraft.text.events import Content, Parser, Reading
-from sparkdraft.text.tools.base import Function, ToolFormat, Tools, json_rule, lark
+from sparkdraft.text.tools.base import Function, ToolFormat, Tools, choices_of, json_rule, lark
 from sparkdraft.text.tools.calls import literal, quoted, read_json
 from sparkdraft.text.tools.hermes import CLOSE, OPEN, HermesParser
 
@@ -142,10 +142,7 @@ class Qwen3XmlParser(HermesParser):
 
 def to_json(text: str, schema: Any, function: Function) -> str:
     """Write a raw value as JSON of a type that its schema allows; a string if none fits."""
-    if not isinstance(schema, dict):
-        schema = {}
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(choices, list) and text in [choice for choice in choices if isinstance(choice, str)]:
+    if text in [choice for choice in choices_of(schema) or () if isinstance(choice, str)]:
         return quoted(text)
     types = _types(schema, function)
     plain = text.strip()
@@ -174,10 +171,7 @@ def _types(schema: Any, function: Function, seen: list[int] | None = None) -> se
         for part in parts if isinstance(parts, list) else []:
             types |= _types(part, function, seen)
     names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if not types and isinstance(choices, list):
-        types = {names.get(type(choice), "null") for choice in choices}
-    return types
+    return types or {names.get(type(choice), "null") for choice in choices_of(schema) or ()}
 
 
 class Qwen3Xml(ToolFormat):
