@@ -158,12 +158,7 @@ FLAGS = (
         f"of {DRAFTERS}; not a GGUF file",
         read=_draft_model,
     ),
-    Flag(
-        ("--spec-draft-hf", "--hf-repo-draft", "-hfd", "-hfrd"),
-        "`--drafter`",
-        "a hub id",
-        read=_draft_model,
-    ),
+    Flag(("--spec-draft-hf", "--hf-repo-draft", "-hfd", "-hfrd"), "`--drafter`", "a hub id", read=_draft_model),
     Flag(
         ("--spec-draft-n-max", "--draft-max", "--draft", "--draft-n"),
         "`--spec off` for 0",

@@ -162,11 +162,7 @@ def _comparison(args: Namespace, plan: Plan, checkpoint: Checkpoint) -> Comparis
 
 
 def _read(
-    args: Namespace,
-    name: str,
-    comparison: Comparison,
-    found: dict[str, Readings],
-    checkpoint: Checkpoint | None = None,
+    args: Namespace, name: str, comparison: Comparison, found: dict[str, Readings], checkpoint: Checkpoint | None = None
 ) -> None:
     """Read the texts with one format's engine, print its line of the table, and free the engine."""
     from sparkdraft.operate.bench.offline import release

@@ -84,9 +84,7 @@ def _vllm(args: Namespace) -> int:
 
 def _configure_import(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "source",
-        metavar="COMMAND",
-        help="a command in quotes, a compose file, a script, or - for stdin",
+        "source", metavar="COMMAND", help="a command in quotes, a compose file, a script, or - for stdin"
     )
     parser.add_argument(
         "--service", default="", metavar="NAME", help="which service of a compose file that has several"

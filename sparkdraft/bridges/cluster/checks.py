@@ -183,9 +183,7 @@ def judge_interfaces(seen: Seen) -> Iterator[Finding]:
     spec = seen.host.spec
     if not seen.facts["has_ip"]:
         value = f"{seen.host.label} does not have {spec.ip}"
-        yield seen.finding(
-            "address", value, Status.BROKEN, "correct `ip` in the hosts file, or its netplan"
-        )
+        yield seen.finding("address", value, Status.BROKEN, "correct `ip` in the hosts file, or its netplan")
     if not spec.interfaces:
         if spec.address != LOCAL:
             advice = "name them as `interfaces` in the hosts file: gloo and NCCL may choose the slow network"

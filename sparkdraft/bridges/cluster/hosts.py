@@ -29,23 +29,10 @@ from sparkdraft.util.names import did_you_mean, user_path
 LOCAL = "local"  # the address of this machine, which needs no ssh
 NAME = re.compile(r"[\w.-]+")
 # Keys of the file and their types: of the whole cluster, of a host or at the top for all hosts, and of a host alone
-CLUSTER_KEYS = {
-    "name": str,
-    "port": int,
-    "silence_seconds": float,
-    "hang_seconds": float,
-    "ready_seconds": float,
-    "restarts": int,
-}
-SHARED_KEYS = {
-    "python": str,
-    "vllm": str,
-    "folder": str,
-    "gid_index": int,
-    "interfaces": list,
-    "rdma": list,
-    "environment": dict,
-}
+CLUSTER_KEYS = {"name": str, "port": int, "restarts": int}
+CLUSTER_KEYS |= dict.fromkeys(("silence_seconds", "hang_seconds", "ready_seconds"), float)
+SHARED_KEYS = {"python": str, "vllm": str, "folder": str, "gid_index": int, "interfaces": list, "rdma": list}
+SHARED_KEYS |= {"environment": dict}
 HOST_KEYS = {"address": str, "ip": str, **SHARED_KEYS}
 KINDS = {str: "a text", int: "a whole number", float: "a number", list: "a list of names", dict: "a table of variables"}
 CONNECT_SECONDS = 10
