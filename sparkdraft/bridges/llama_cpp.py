@@ -14,8 +14,10 @@ from sparkdraft.bridges.tables import (
     always,
     field_of,
     first_key,
-    flag_of,
+    flag,
+    is_on,
     number,
+    same,
     whole,
     without,
 )
@@ -70,14 +72,14 @@ def _hub(text: str) -> Found:
 def _default(name: str) -> Flag:
     """A flag such as --gpt-oss-20b-default, for the published model."""
     repo = f"openai/{name}"
-    return Flag((f"--{name}-default",), f"`--model {repo}`", "", SWITCH, lambda text: Found({"model": repo}))
+    return flag(f"--{name}-default", f"`--model {repo}`", lambda text: Found({"model": repo}), "", SWITCH)
 
 
 def _sampling(name: str) -> Flag:
-    flag = {"temperature": "--temp", "repetition_penalty": "--repeat-penalty"}.get(name, f"--{name.replace('_', '-')}")
-    names = (flag, "--temperature") if name == "temperature" else (flag,)
-    ours = f"`--sampling-defaults {name}=X`"
-    return Flag(names, ours, "where a request names none", read=lambda text: Found({f"sampling {name}": number(text)}))
+    spelled = {"temperature": "--temp --temperature", "repetition_penalty": "--repeat-penalty"}
+    read = field_of(f"sampling {name}", number)
+    names = spelled.get(name, f"--{name.replace('_', '-')}")
+    return flag(names, f"`--sampling-defaults {name}=X`", read, "where a request names none")
 
 
 def _spec_type(text: str) -> Found:
@@ -124,58 +126,47 @@ def _no_words(text: str) -> Found:
 
 
 FLAGS = (
-    Flag(("--model", "-m"), "`--model`", "", read=field_of("model")),
-    Flag(("--hf-repo", "-hf", "-hfr"), "`--model`", "as repo:FILE.gguf; the file is not chosen for you", read=_hub),
-    Flag(("--hf-file", "-hff"), "`--model`", "as repo:FILE.gguf", read=field_of("hub file")),
+    same("--model -m", "model"),
+    flag("--hf-repo -hf -hfr", "`--model`", _hub, "as repo:FILE.gguf; the file is not chosen for you"),
+    flag("--hf-file -hff", "`--model`", field_of("hub file"), "as repo:FILE.gguf"),
     *(_default(name) for name in ("gpt-oss-20b", "gpt-oss-120b")),
-    Flag(("--alias", "-a"), "`--served-name`", "", read=field_of("served_name")),
-    Flag(("--host",), "`--host`", "", read=field_of("host")),
-    Flag(("--port",), "`--port`", "our default is 8000", read=field_of("port", whole)),
-    Flag(("--api-key",), "`--api-key`", "one key; better as SPARKDRAFT_API_KEY", read=first_key),
-    Flag(
-        ("--ctx-size", "-c"),
+    same("--alias -a", "served_name"),
+    same("--host", "host"),
+    same("--port", "port", whole, "our default is 8000"),
+    flag("--api-key", "`--api-key`", first_key, "one key; better as SPARKDRAFT_API_KEY"),
+    flag(
+        "--ctx-size -c",
         "`--kv-tokens`, `--max-model-len`",
+        field_of("context", whole),
         "shared by the slots there: each gets a part",
-        read=field_of("context", whole),
     ),
-    Flag(("--kv-unified-per-slot",), "`--max-model-len`", "", read=field_of("max_model_len", whole)),
-    Flag(("--parallel", "-np"), "`--max-seqs`", "", read=field_of("max_seqs", whole)),
-    Flag(("--batch-size", "-b"), "`--max-step-tokens`", "", read=field_of("max_step_tokens", whole)),
-    Flag(("--threads", "-t"), "`--threads`", "", read=field_of("threads", whole)),
-    Flag(("--n-gpu-layers", "--gpu-layers", "-ngl"), "`--device`", f"all or none: {ONE_GPU}", read=_layers),
-    Flag(("--cache-type-k", "-ctk"), "`--kv`", "q8_0 is fp8; fewer bits are turboquant", read=_kv),
-    Flag(("--cache-type-v", "-ctv"), "`--kv`", "keys and values have one format", read=_values),
-    Flag(("--cache-prompt",), "`--prefix-cache`", "", SWITCH, flag_of("prefix_cache")),
-    Flag(
-        ("--cache-ram", "-cram"),
-        "`--prefix-cache`",
-        "0 turns it off; prompts are kept in the KV cache itself",
-        read=_cache_ram,
+    same("--kv-unified-per-slot", "max_model_len", whole),
+    same("--parallel -np", "max_seqs", whole),
+    same("--batch-size -b", "max_step_tokens", whole),
+    same("--threads -t", "threads", whole),
+    flag("--n-gpu-layers --gpu-layers -ngl", "`--device`", _layers, f"all or none: {ONE_GPU}"),
+    flag("--cache-type-k -ctk", "`--kv`", _kv, "q8_0 is fp8; fewer bits are turboquant"),
+    flag("--cache-type-v -ctv", "`--kv`", _values, "keys and values have one format"),
+    same("--cache-prompt", "prefix_cache", is_on, "", SWITCH),
+    flag(
+        "--cache-ram -cram", "`--prefix-cache`", _cache_ram, "0 turns it off; prompts are kept in the KV cache itself"
     ),
-    Flag(
-        ("--spec-draft-model", "--model-draft", "-md"),
-        "`--drafter`",
-        f"of {DRAFTERS}; not a GGUF file",
-        read=_draft_model,
-    ),
-    Flag(("--spec-draft-hf", "--hf-repo-draft", "-hfd", "-hfrd"), "`--drafter`", "a hub id", read=_draft_model),
-    Flag(
-        ("--spec-draft-n-max", "--draft-max", "--draft", "--draft-n"),
+    flag("--spec-draft-model --model-draft -md", "`--drafter`", _draft_model, f"of {DRAFTERS}; not a GGUF file"),
+    flag("--spec-draft-hf --hf-repo-draft -hfd -hfrd", "`--drafter`", _draft_model, "a hub id"),
+    flag(
+        "--spec-draft-n-max --draft-max --draft --draft-n",
         "`--spec off` for 0",
+        _draft_max,
         "a maximum; the depth is chosen every step, up to what the drafter makes",
-        read=_draft_max,
     ),
-    Flag(("--spec-type",), "`--drafter`, `--ngram`", f"draft-dflash and ngram-*; of MTP, {GGUF_HEAD}", read=_spec_type),
-    Flag(("--reasoning-format",), "`--reasoning-parser`", "none, or by the model", read=_reasoning),
+    flag("--spec-type", "`--drafter`, `--ngram`", _spec_type, f"draft-dflash and ngram-*; of MTP, {GGUF_HEAD}"),
+    flag("--reasoning-format", "`--reasoning-parser`", _reasoning, "none, or by the model"),
     *(_sampling(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")),
-    Flag(("--cont-batching", "-cb", "-nocb"), "always on", "", SWITCH, always),
-    Flag(("--jinja",), "always on", "", SWITCH, always),
-    Flag(("--metrics",), "always on", "", SWITCH, always),
-    Flag(("--warmup",), "always on", "", SWITCH, always),
-    Flag(("--ui", "--webui"), "always on", "a chat page at /", SWITCH, always),
-    Flag(("--kv-unified", "-kvu", "-no-kvu"), "always on", "", SWITCH, always),
-    Flag(("--flash-attn", "-fa"), "always on", "", read=always),
-    Flag(("--no-mmproj",), "always so", "messages are text here", SWITCH, always),
+    flag("--cont-batching -cb -nocb --jinja --metrics --warmup", "always on", always, "", SWITCH),
+    flag("--ui --webui", "always on", always, "a chat page at /", SWITCH),
+    flag("--kv-unified -kvu -no-kvu", "always on", always, "", SWITCH),
+    flag("--flash-attn -fa", "always on", always),
+    flag("--no-mmproj", "always so", always, "messages are text here", SWITCH),
     *WITHOUT,
 )
 LLAMA_CPP = Server("llama.cpp", FLAGS, _no_words, "LLAMA_", VARIABLES, "127.0.0.1")

@@ -85,9 +85,19 @@ def field_of(name: str, convert: Callable[[str], Any] = str) -> Callable[[str], 
     return lambda text: Found({name: convert(text)})
 
 
-def flag_of(name: str, negated: bool = False) -> Callable[[str], Found]:
-    """Reads a switch that sets one of our fields."""
-    return lambda text: Found({name: (text == ON) != negated})
+def flag(names: str, ours: str, read: Callable[[str], Found], remark: str = "", kind: str = VALUE) -> Flag:
+    """names: separated by spaces."""
+    return Flag(tuple(names.split()), ours, remark, kind, read)
+
+
+def same(names: str, name: str, convert: Callable[[str], Any] = str, remark: str = "", kind: str = VALUE) -> Flag:
+    """A flag that sets one of our fields."""
+    return flag(names, f"`--{name.replace('_', '-')}`", field_of(name, convert), remark, kind)
+
+
+def is_on(text: str) -> bool:
+    """Reads a switch."""
+    return text == ON
 
 
 def always(text: str) -> Found:
