@@ -5,7 +5,6 @@ This file reads flags and prints; bridges/cluster does the work. No torch.
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from sparkdraft.bridges.cluster.supervisor import (
 )
 from sparkdraft.bridges.vllm.child import url_of
 from sparkdraft.bridges.vllm.command import VllmCommand, vllm_command
+from sparkdraft.cli.console import say
 from sparkdraft.cli.plan import read_drafter, read_formats, read_model
 from sparkdraft.cli.serve_options import add_serve_flags, add_vllm_flags, read_choices, read_config
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
@@ -262,10 +262,6 @@ def _down(args: Namespace) -> int:
 
 
 # ---- findings about the machines
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

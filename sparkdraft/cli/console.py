@@ -17,6 +17,11 @@ from sparkdraft.plan.resolve import Plan
 from sparkdraft.util.progress import errors
 
 
+def say(line: str) -> None:
+    """Print a line of a server's log."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def note(text: str) -> None:
     errors.print(f"note: {text}", style="yellow", markup=False, soft_wrap=True)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sparkdraft import __version__
 from sparkdraft.bridges.container_env import container_notes
+from sparkdraft.cli.console import say
 from sparkdraft.cli.serve_options import CHOICES, add_serve_flags, add_vllm_flags, read_choices, read_config
 from sparkdraft.config import describe_sampling
 from sparkdraft.core import UserError
@@ -181,7 +182,3 @@ def _say_ready(service: Service) -> None:
         say(f"  {fact.name}: {fact.value}" + (f" ({fact.reason})" if fact.reason else ""))
     for fallback in info.fallbacks:
         say(f"  note: {fallback['name']}: {fallback['reason']}")
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

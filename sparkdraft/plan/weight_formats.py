@@ -275,7 +275,7 @@ def _rules(method: str, found: Mapping[str, Any]) -> Rules:
         bits = found.get("bits") or found.get("w_bit") or (4 if found.get("load_in_4bit") else 8)
         group = int(found.get("group_size") or found.get("q_group_size") or 128)
         asym = found.get("sym") is False or (method == "awq" and found.get("zero_point", True))
-        return [(EVERYTHING, _integers(int(bits), group, bool(asym), bool(found.get("desc_act"))))]
+        return [(EVERYTHING, _integers(_bits(bits), group, bool(asym), bool(found.get("desc_act"))))]
     if method == "compressed-tensors":
         return [_compressed(group, found) for group in groups_of(found).values()]
     if method.startswith("modelopt"):
@@ -293,10 +293,10 @@ def _rules(method: str, found: Mapping[str, Any]) -> Rules:
 def _compressed(group: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Patterns, str]:
     weights, spelled = group.get("weights") or {}, str(group.get("format") or found.get("format") or "")
     fmt = next((name for name in ("nvfp4", "mxfp4") if name in spelled), "")
-    bits, kind = int(weights.get("num_bits") or 8), str(weights.get("type", "int"))
-    if not fmt and kind == "float":
-        fmt = _floats_of_bits(bits, str(weights.get("strategy")) == "block")
-    elif not fmt:
+    bits = _bits(weights.get("num_bits") or 8) if not fmt else 0
+    if bits and weights.get("type") == "float":
+        fmt = "nvfp4" if bits == 4 else "fp8-block" if weights.get("strategy") == "block" else "fp8"
+    elif bits:
         size = -1 if weights.get("strategy") in ("channel", "tensor") else int(weights.get("group_size") or 128)
         fmt = _integers(bits, size, weights.get("symmetric") is False, weights.get("actorder") in ("group", True))
     targets = tuple(str(target) for target in group.get("targets") or ())
@@ -310,16 +310,14 @@ def _algorithm(name: str) -> str:
     raise UserError(f"config.json states quant_algo {name}, whose bytes are not known here: name the format --weights")
 
 
-def _floats_of_bits(bits: int, block: bool) -> str:
-    if bits not in (4, 8):
+def _bits(stated: Any) -> int:
+    if (bits := int(stated)) not in (4, 8):
         raise UserError(f"config.json states weights of {bits} bits; 4 and 8 are known: name a format with --weights")
-    return "nvfp4" if bits == 4 else "fp8-block" if block else "fp8"
+    return bits
 
 
 def _integers(bits: int, group: int, asym: bool, desc_act: bool) -> str:
     """group: columns that share a scale; -1: all."""
-    if bits not in (4, 8):
-        raise UserError(f"config.json states weights of {bits} bits; 4 and 8 are known: name a format with --weights")
     if desc_act and group > 0:
         return DESC_ACT
     if group <= 0 and bits == 8 and not asym:

@@ -22,8 +22,7 @@ PROBLEM = (
     "their trial run"
 )
 MODULE = "vllm.v1.attention.backends.turboquant_attn"
-SINCE = "0.20"  # the first version with the problem; no release without it is known
-SOURCES = ("vllm #40831", "vllm #52475", "vllm #53180")
+SINCE = "0.20"  # the first version with the problem (vllm #40831, #52475, #53180); no later release is without it
 
 NOT_NEEDED = "not needed"  # by this version
 SKIPPED = "skipped"  # left out by the user
