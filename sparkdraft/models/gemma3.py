@@ -16,13 +16,9 @@ from sparkdraft.models.common.config import (
     ModelConfig,
     attention_of,
     decoder_config,
-    every_nth_full,
-    layer_count,
     need,
+    sliding_layers,
     softcap_of,
-    types_of,
-    window_of,
-    windows_of,
 )
 from sparkdraft.models.common.keys import check_keys, only_values, text_config
 from sparkdraft.models.common.layers import DenseSpec, LayerSpec
@@ -52,18 +48,18 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     only = only_values("hidden_act hidden_activation", "gelu_pytorch_tanh") | only_values("mlp_bias", False)
     unknown = check_keys(text, only, READ)
     pattern = whole(text, "sliding_window_pattern") or whole(text, "_sliding_window_pattern") or 6
-    types = types_of(text, every_nth_full(layer_count(text), pattern))
     text["rope_parameters"], text["rope_scaling"] = _ropes(text), None
     mlp = DenseSpec(need(text, "intermediate_size"), GELU_TANH)
     scale = need(text, "query_pre_attn_scalar") ** -0.5
     layers = [
         LayerSpec(replace(attention_of(text, each), window=window, qk_norm=True, scale=scale), mlp)
-        for each, window in zip(types, windows_of(types, window_of(text)), strict=True)
+        for each, window in sliding_layers(text, pattern)
     ]
-    return replace(
-        decoder_config(text, layers),
+    return decoder_config(
+        text,
+        layers,
         norm_plus_one=True,
-        embedding_scale=text["hidden_size"] ** 0.5,
+        embedding_scale=need(text, "hidden_size") ** 0.5,
         softcap=softcap_of(text),
         unknown_keys=(*outer, *unknown),
     )

@@ -19,14 +19,10 @@ from sparkdraft.models.common.config import (
     ModelConfig,
     attention_of,
     decoder_config,
-    every_nth_full,
     experts_of,
-    layer_count,
     need,
+    sliding_layers,
     softcap_of,
-    types_of,
-    window_of,
-    windows_of,
 )
 from sparkdraft.models.common.keys import check_keys, only_values, text_config
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
@@ -60,17 +56,14 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     text, outer = text_config(config)
     unknown = check_keys(text, ONLY, READ)
     text["rope_parameters"] = text.get("rope_parameters") or ROPES
-    types = types_of(text, every_nth_full(layer_count(text), PATTERN))
-    types[-1] = FULL  # whatever the file says, as in transformers
     mlp = _mlp(text)
-    layers = [
-        LayerSpec(_attention(text, i, each, window), mlp)
-        for i, (each, window) in enumerate(zip(types, windows_of(types, window_of(text)), strict=True))
-    ]
+    kinds = sliding_layers(text, PATTERN, last_is_full=True)  # whatever the file says, as in transformers
+    layers = [LayerSpec(_attention(text, i, each, window), mlp) for i, (each, window) in enumerate(kinds)]
     text.setdefault("tie_word_embeddings", True)
-    return replace(
-        decoder_config(text, layers),
-        embedding_scale=text["hidden_size"] ** 0.5,
+    return decoder_config(
+        text,
+        layers,
+        embedding_scale=need(text, "hidden_size") ** 0.5,
         softcap=softcap_of(text),
         unknown_keys=(*outer, *unknown),
     )

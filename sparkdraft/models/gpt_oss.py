@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdraft.kernels.ops import Activation, Ops
 from sparkdraft.models import llama
-from sparkdraft.models.common.config import (
-    ModelConfig,
-    attention_of,
-    decoder_config,
-    every_nth_full,
-    experts_of,
-    layer_count,
-    need,
-    types_of,
-    window_of,
-    windows_of,
-)
+from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, experts_of, need, sliding_layers
 from sparkdraft.models.common.keys import check_keys, only_values
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec
 from sparkdraft.util.fields import real
@@ -58,9 +47,8 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
         bias=True,
     )
     attention = replace(attention_of(config), sinks=True)
-    types = types_of(config, every_nth_full(layer_count(config), 2))
-    layers = [LayerSpec(replace(attention, window=window), experts) for window in windows_of(types, window_of(config))]
-    return replace(decoder_config(config, layers), unknown_keys=unknown)
+    layers = [LayerSpec(replace(attention, window=window), experts) for _, window in sliding_layers(config, 2)]
+    return decoder_config(config, layers, unknown_keys=unknown)
 
 
 def build(config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:

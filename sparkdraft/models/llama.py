@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.kernels.ops import Ops
@@ -23,10 +22,9 @@ MODEL_TYPES = ("llama",)
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    model = dense_config(config, qk_norm=False)
-    unknown = check_keys(config, only_values("qk_norm use_qk_norm", False))
+    model = dense_config(config, check_keys(config, only_values("qk_norm use_qk_norm", False)))
     refuse_windows(config, slides_by_default=True)
-    return replace(model, unknown_keys=unknown)
+    return model
 
 
 def build(

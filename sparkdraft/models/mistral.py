@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
@@ -29,5 +28,4 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     unknown = check_keys(config, only_values("qk_norm use_qk_norm attention_bias mlp_bias", False))
     window = window_of({"sliding_window": WINDOW, **config})
     types = types_of(config, [SLIDING if window else FULL] * layer_count(config))
-    model = dense_config(config, qk_norm=False, windows=windows_of(types, window))
-    return replace(model, unknown_keys=unknown)
+    return dense_config(config, unknown, windows_of(types, window))

@@ -6,7 +6,6 @@ Rotary embedding may be partial. Files that stretch their positions (longrope) a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
@@ -25,5 +24,4 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     if kind != "default":  # early files say "su" or "yarn", and mean longrope
         raise refused("rope_scaling of the kind", kind, ("default",))
     config = {"rms_norm_eps": 1e-5, **config}
-    model = dense_config(config, False, [window_of(config)] * layer_count(config), partial=True)
-    return replace(model, unknown_keys=unknown)
+    return dense_config(config, unknown, [window_of(config)] * layer_count(config), partial=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
@@ -17,5 +16,4 @@ build = llama.build  # norms and windows are in the layers' specs
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
     unknown = check_keys(config, only_values("qk_norm use_qk_norm", True))
-    model = dense_config(config, qk_norm=True, windows=qwen_windows(config, layer_count(config)))
-    return replace(model, unknown_keys=unknown)
+    return dense_config(config, unknown, qwen_windows(config, layer_count(config)), qk_norm=True)

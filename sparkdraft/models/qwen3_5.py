@@ -6,7 +6,6 @@ Positions of pictures have three parts (M-RoPE); in a text all three are equal, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import qwen3_next
@@ -30,4 +29,4 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     mlp: DenseSpec | ExpertsSpec
     mlp = qwen3_next.experts_with_shared(text) if has_experts else DenseSpec(need(text, "intermediate_size"))
     layers = [LayerSpec(mixer, mlp) for mixer in qwen3_next.mixers_of(text)]
-    return replace(decoder_config(text, layers), norm_plus_one=True, unknown_keys=(*outer, *unknown))
+    return decoder_config(text, layers, norm_plus_one=True, unknown_keys=(*outer, *unknown))

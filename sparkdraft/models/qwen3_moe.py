@@ -41,4 +41,4 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     )
     mlp = DenseSpec(need(config, "intermediate_size"))
     layers = [LayerSpec(attention, experts if chosen else mlp) for chosen in expert_layers(config)]
-    return replace(decoder_config(config, layers), unknown_keys=unknown)
+    return decoder_config(config, layers, unknown_keys=unknown)

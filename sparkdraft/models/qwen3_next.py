@@ -55,7 +55,7 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     chosen, mixers = expert_layers(config), mixers_of(config)
     mlp = experts if all(chosen) else DenseSpec(need(config, "intermediate_size"))
     layers = [LayerSpec(mixer, experts if has else mlp) for mixer, has in zip(mixers, chosen, strict=True)]
-    return replace(decoder_config(config, layers), norm_plus_one=True, unknown_keys=unknown)
+    return decoder_config(config, layers, norm_plus_one=True, unknown_keys=unknown)
 
 
 def mixers_of(config: Mapping[str, Any]) -> list[AttentionSpec | RecurrentSpec]:

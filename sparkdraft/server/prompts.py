@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as RawTokenizer
@@ -131,16 +132,6 @@ class ModelText:
 
     # ---- chat
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        variables: dict[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> ChatText:
-        control, template, special = self.tokenizer.control, self.info.chat_template, self.info.special
-        return chat.prompt_text(control, template, messages, special, add_generation_prompt, tools, variables)
-
     def messages(self, given: list[ChatMessage]) -> list[dict[str, Any]]:
         """Messages as the template wants them: text instead of parts, only roles that it knows, earlier calls in its
         format."""
@@ -212,14 +203,17 @@ class ModelText:
     ) -> ChatText:
         """The rendered prompt with tools: shown by the template, or by a text ('instructions') in the system prompt or
         the first user message. opens: it ends where the answer begins."""
+        info = self.info
+        told = {"special": info.special, "variables": variables, "add_generation_prompt": opens}
+        render = partial(chat.prompt_text, self.tokenizer.control, info.chat_template, **told)
         if instructions is None:
-            return self.render(messages, tools, variables, opens)
+            return render(messages, tools=tools)
         try:
-            return self.render(with_system(messages, instructions), None, variables, opens)
+            return render(with_system(messages, instructions))
         except PastLimit:
             raise
         except UserError:
-            return self.render(before_first_user(messages, instructions), None, variables, opens)
+            return render(before_first_user(messages, instructions))
 
     def _parser(self, prompt: str, tools: Tools | None) -> Parser:
         thoughts = self.reasoning(prompt, calls=tools is not None) if self.reasoning else None

@@ -393,29 +393,21 @@ def explained(repo: str) -> Iterator[None]:
 
     try:
         yield
-    except GatedRepoError as error:
-        raise UserError(
-            f"The hub model {repo} asks for a licence: accept it on its page, then `hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"The hub has no model {repo} that you may read, and there is no such folder here: check the name."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise UserError(
-            f"{repo} is neither a folder here nor in the local hub cache, and the hub cannot be reached: connect to a "
-            f"network, or pass a folder, a .gguf file or a known name ({', '.join(sorted(KNOWN))})."
-        ) from error
     except (HfHubHTTPError, OSError, HTTPError) as error:
-        if getattr(error, "errno", None) in FULL:
-            raise UserError(
-                f"The disk of the hub's cache is full, so {repo} cannot be fetched into {HF_HUB_CACHE}: free some "
-                "space there, or set HF_HOME to a folder on another disk."
-            ) from error
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"Fetching {repo} from the hub failed ({first[0]}): try again, or pass a local folder."
-        ) from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = f"Fetching {repo} from the hub failed ({first}): try again, or pass a local folder."
+        if isinstance(error, GatedRepoError):
+            said = f"The hub model {repo} asks for a licence: accept it on its page, then `hf auth login`."
+        elif isinstance(error, RepositoryNotFoundError):
+            said = f"The hub has no model {repo} that you may read, and there is no such folder here: check the name."
+        elif isinstance(error, LocalEntryNotFoundError):
+            known = f"a folder, a .gguf file or a known name ({', '.join(sorted(KNOWN))})"
+            said = f"{repo} is neither a folder here nor in the local hub cache, and the hub cannot be reached: "
+            said += f"connect to a network, or pass {known}."
+        elif getattr(error, "errno", None) in FULL:
+            said = f"The disk of the hub's cache is full, so {repo} cannot be fetched into {HF_HUB_CACHE}: free some "
+            said += "space there, or set HF_HOME to a folder on another disk."
+        raise UserError(said) from error
 
 
 def _wanted(name: str) -> bool:

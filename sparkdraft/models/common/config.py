@@ -57,14 +57,17 @@ class ModelConfig:
 
 
 def dense_config(
-    config: Mapping[str, Any], qk_norm: bool, windows: Sequence[int] = (), partial: bool = False
+    config: Mapping[str, Any],
+    unknown_keys: tuple[str, ...] = (),
+    windows: Sequence[int] = (),  # of each layer, 0: everything; (): all see everything
+    partial: bool = False,  # allows partial rotary embedding
+    **special: Any,  # fields of AttentionSpec that no key states
 ) -> ModelConfig:
-    """A config.json of Llama's kind. windows: of each layer, 0: everything; () if all see everything. partial: allows
-    partial rotary embedding."""
-    attention = replace(attention_of(config, partial=partial), qk_norm=qk_norm)
+    """A config.json of Llama's kind."""
+    attention = replace(attention_of(config, partial=partial), **special)
     mlp = DenseSpec(need(config, "intermediate_size"), bias=flag(config, "mlp_bias"))
     layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows or (0,) * layer_count(config)]
-    return decoder_config(config, layers)
+    return decoder_config(config, layers, unknown_keys=unknown_keys)
 
 
 def need(config: Mapping[str, Any], key: str) -> int:
@@ -118,8 +121,8 @@ def attention_of(config: Mapping[str, Any], layer_type: str = "", partial: bool 
     return AttentionSpec(heads, kv_heads, head_dim, rope, scale=head_dim**-0.5, bias=bias, output_bias=bias)
 
 
-def decoder_config(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> ModelConfig:
-    """The ends of a model in the keys that most files have, around its layers."""
+def decoder_config(config: Mapping[str, Any], layers: Sequence[LayerSpec], **special: Any) -> ModelConfig:
+    """The ends of a model in the keys that most files have, around its layers. special: other fields."""
     return ModelConfig(
         model_type=text(config, "model_type"),
         hidden_size=need(config, "hidden_size"),
@@ -128,6 +131,7 @@ def decoder_config(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Mo
         layers=tuple(layers),
         rms_eps=real(config, "rms_norm_eps", high=1.0) or 1e-6,
         tie_embeddings=flag(config, "tie_word_embeddings"),
+        **special,
     )
 
 
@@ -240,9 +244,12 @@ def qwen_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
     return windows_of(types_of(config, types), window)
 
 
-def every_nth_full(num_layers: int, pattern: int) -> list[str]:
-    """Types of layers that slide, except every 'pattern'-th."""
-    return [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
+def sliding_layers(config: Mapping[str, Any], pattern: int, last_is_full: bool = False) -> list[tuple[str, int]]:
+    """The type and window of each layer. Where the config has no types, all slide except every 'pattern'-th."""
+    types = types_of(config, [SLIDING if (i + 1) % pattern else FULL for i in range(layer_count(config))])
+    if last_is_full:
+        types[-1] = FULL
+    return list(zip(types, windows_of(types, window_of(config)), strict=True))
 
 
 def refuse_windows(config: Mapping[str, Any], slides_by_default: bool) -> None:
