@@ -162,7 +162,7 @@ class Batches:
         )
 
     def _layout(self, anchors: np.ndarray, bounds: np.ndarray, owner: np.ndarray) -> dict[str, np.ndarray]:
-        """What the blocks see. owner: the document of each anchor."""
+        """Lay out what the blocks see. owner: the document of each anchor."""
         if self.sees is None:
             return {"starts": bounds[owner], "stops": anchors, "seen": anchors[:0]}
         first, last = self.sees.first, self.sees.last
@@ -187,7 +187,7 @@ class Batches:
         return {"starts": np.array(starts)[which], "stops": anchors + np.array(moved)[which], "seen": seen}
 
     def _answer_ends(self, documents: list[int], bounds: np.ndarray) -> np.ndarray:  # int64 [N]
-        """Of each token of an answer: where the answer ends, or is cut; 0 for all other tokens."""
+        """Where the answer of each token ends, or is cut; 0 for tokens of no answer."""
         ends = np.zeros(self.context, dtype=np.int64)
         for document, start, stop in zip(documents, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             for begin, end in (start + self.corpus.answers(document)).tolist():

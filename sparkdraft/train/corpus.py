@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkdraft.core import UserError
-from sparkdraft.train.process import alone_in
+from sparkdraft.train.process import alone_in, write_whole
 
 VERSION = 2
 INFO = "corpus.json"
@@ -254,16 +254,8 @@ class CorpusWriter:
 
     def _write(self, name: str, data: bytes) -> None:
         """Write the whole file under its name, or nothing."""
-        partial = self.folder / (name + ".partial")
-        try:
-            with self._failing(name):
-                with partial.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, self.folder / name)
-        finally:
-            partial.unlink(missing_ok=True)
+        with self._failing(name):
+            write_whole(self.folder / name, data, ".partial")
 
     @contextmanager
     def _failing(self, name: str) -> Iterator[None]:
@@ -286,11 +278,16 @@ def _shards(folder: Path) -> list[str]:
     return sorted((name for name in names if name.isdecimal()), key=int)
 
 
-def _read_table(path: Path) -> npt.NDArray[Any]:
+def _load(path: Path) -> npt.NDArray[Any]:
     try:
-        table: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} cannot be read ({error}): delete this shard, or make the corpus again.") from error
+    return array
+
+
+def _read_table(path: Path) -> npt.NDArray[Any]:
+    table = _load(path)
     if table.dtype != RECORD or table.ndim != 1:
         raise UserError(f"{path} is not a table of documents: delete this shard, or make the corpus again.")
     return table
@@ -298,11 +295,7 @@ def _read_table(path: Path) -> npt.NDArray[Any]:
 
 def _read_turns(path: Path, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The answers that the table names: there may be more, of documents that were cut off while writing."""
-    count = int(table["turns"].sum(dtype=np.int64))
-    try:
-        turns: npt.NDArray[Any] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} cannot be read ({error}): delete this shard, or make the corpus again.") from error
+    count, turns = int(table["turns"].sum(dtype=np.int64)), _load(path)
     if turns.ndim != 2 or turns.shape[1] != 2 or len(turns) < count:
         raise UserError(f"{path} has {len(turns)} answers, its documents {count}: delete this shard, or copy it again.")
     return turns[:count]

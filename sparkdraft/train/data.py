@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ LEAST_ROOM = 16  # tokens that a prompt must leave for its answer
 LEAST_ROUND = 16  # fewest prompts that a target writes at a time
 LEAST_KEPT = 0.1  # if a smaller share of them is worth asking, no more are written
 OWN_PROMPTS = "prompts.jsonl"  # in the corpus's folder: the prompts that the target wrote
-Temperatures = Sequence[tuple[float, float]]  # (temperature, weight)
-SAMPLED: Temperatures = ((0.7, 2.0), (1.0, 1.0))
+SAMPLED = {0.7: 2.0, 1.0: 1.0}  # temperature -> weight
 Lengths = Sequence[tuple[int, float]]  # (tokens of a conversation, share of the documents); the rest have one answer
 LENGTHS: Lengths = ((2048, 0.03), (4096, 0.02), (8192, 0.01))  # half of the tokens are in these
 
@@ -129,19 +128,12 @@ class _Counts:
         self.finishes[finish] += 1
 
     def as_dict(self, seconds: float, generated: int) -> dict[str, Any]:
-        return {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "prompt_tokens": self.prompt_tokens,
-            "answers": self.answers,
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {
+            "kinds": dict(self.kinds),
             "generated": generated,
             "seconds": round(seconds, 3),
             "tokens_per_second": generated / max(seconds, 1e-9),
             "loops": self.finishes[Finish.LOOP] / max(self.documents, 1),
-            "held": self.held,
-            "excluded": self.excluded,
-            "too_long": self.too_long,
-            "kinds": dict(self.kinds),
             "finishes": {finish.name.lower(): self.finishes[finish] for finish in Finish},
         }
 
@@ -153,11 +145,9 @@ def make_corpus(
     synthesise: int = 0,  # self-written prompts that the corpus has in the end
     max_new: int = 384,
     greedy_share: float = 0.5,
-    temperatures: Temperatures = SAMPLED,
     seed: int = 0,
     seats: int = 0,
     report: Progress | None = None,  # (documents written, documents in all)
-    exclude: Iterable[str] | None = None,  # None: the evaluation prompts
     lengths: Lengths = (),
     until: Stop = lambda: False,
 ) -> dict[str, Any]:
@@ -172,7 +162,7 @@ def make_corpus(
         raise UserError(f"{target.name} has no chat template, so it cannot be asked anything: take a chat model")
     kinds = tuple(dict.fromkeys([question.kind for question in questions] + [SELF] * bool(synthesise)))
     info = CorpusInfo(target.name, target.config.vocab_size, kinds)
-    leave_out = {normalised(text) for text in (evaluation_prompts() if exclude is None else exclude)}
+    leave_out = {normalised(text) for text in evaluation_prompts()}
     # a folder that cannot be used is refused at once
     with stop_signals() as asked_to_stop, CorpusWriter(folder, info) as writer:
 
@@ -189,7 +179,7 @@ def make_corpus(
         if not asked and not desk.counts.held and not stopped():
             raise UserError(desk.nothing_left())
         position = _position(seed, writer.num_documents)
-        prompts = list(_with_temperatures(asked, greedy_share, temperatures, position))
+        prompts = list(_with_temperatures(asked, greedy_share, position))
         job = _Job(target, writer, seats, position, seed, desk, stopped, report, len(prompts))
         summary |= job.run(prompts, lengths)
         left = len(asked) - desk.counts.documents
@@ -292,16 +282,12 @@ def _write_prompts(sieve: Sieve, file: PromptFile, count: int, seed: int, seats:
     return generator.num_generated
 
 
-def _with_temperatures(
-    prompts: Sequence[Prompt], greedy_share: float, temperatures: Temperatures, seed: int
-) -> Iterator[Prompt]:
+def _with_temperatures(prompts: Sequence[Prompt], greedy_share: float, seed: int) -> Iterator[Prompt]:
     """Yield prompts with temperatures in random order, so that a corpus that is cut off has some of everything."""
-    assert greedy_share == 1 or temperatures, "what is not greedy needs a temperature"
     rng = random.Random(seed)
-    values, weights = [value for value, _ in temperatures], [weight for _, weight in temperatures]
     for prompt in rng.sample(prompts, len(prompts)):
         greedy = rng.random() < greedy_share
-        temperature = 0.0 if greedy else rng.choices(values, weights)[0]
+        temperature = 0.0 if greedy else rng.choices([*SAMPLED], [*SAMPLED.values()])[0]
         yield Prompt(prompt.ids, prompt.kind, temperature, prompt.max_new)
 
 

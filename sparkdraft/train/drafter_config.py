@@ -78,7 +78,7 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
 
 
 def _seen(settings: FitSettings) -> dict[str, int]:
-    """What the drafter is shown of a context, if it is not all of it."""
+    """Keys of the config for a drafter that is shown a part of the context."""
     return {SINK_KEY: settings.sinks, WINDOW_KEY: settings.window} if settings.window else {}
 
 

@@ -49,11 +49,11 @@ BLOCK = 64  # positions per cache block
 LOOP = LoopRule(max_period=64, min_repeated=64)
 RUNNING = -1  # state of a seat whose text goes on; the other states are those of Finish
 MOST_SEATS, CPU_SEATS = 4096, 8
-GPU_ROWS, CPU_ROWS = 16384, 512  # prompt rows per forward
+GPU_ROWS, CPU_ROWS = 16384, 512  # prompt tokens per forward
 NOISE_BYTES = 512 << 20  # of float32 scores in memory at once
 MEMORY_SHARE = 0.9  # of the free memory
 LEAST_DRAW = 1e-10  # an exponential draw of 0 would give an infinite score, and 0 * infinity is NaN
-SEATS = 8  # requests at once: the native kernels gain little from more rows
+SEATS = 8  # requests at once: the native kernels gain little from more tokens
 RECENT = LOOP.max_period + LOOP.min_repeated
 Array = npt.NDArray[np.int32]
 
@@ -314,7 +314,7 @@ def seats_that_fit(config: ModelConfig, max_len: int, max_step_tokens: int, byte
 
 
 def sampled_rows(config: ModelConfig) -> int:
-    """Count the rows that are sampled at once; their scores are float32 and as wide as the vocabulary."""
+    """Count the tokens that are sampled at once; their scores are float32 and as wide as the vocabulary."""
     return min(max(NOISE_BYTES // (4 * config.vocab_size), 1), MOST_SEATS)
 
 

@@ -40,7 +40,7 @@ class Labels:
         assert self.teacher_rows is None or self.teacher_rows.shape == self.ids.shape, self.ids.shape
 
     def blocks(self, part: slice) -> Labels:
-        """Those of some of the blocks."""
+        """The labels of some of the blocks."""
         rows, warmth = (None if each is None else each[part] for each in (self.teacher_rows, self.inverse_temperature))
         return Labels(self.ids[part], self.teacher, rows, warmth)
 
@@ -105,7 +105,7 @@ def reference_loss(hidden: Tensor, head: Tensor, labels: Labels, options: LossOp
 
 
 def _rows(hidden: Tensor, head: Tensor, labels: Labels, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the cross-entropy, the probability of its label, and whether that is the most likely id."""
+    """Cross-entropy, probability of the label, and whether that is the most likely id, for each token."""
     logits = hidden @ head.detach().t()  # [blocks, width - 1, vocab]
     labelled, ids = labels.ids >= 0, labels.ids.clamp(min=0)
     target = _label_distribution(logits.detach(), ids, labels, options)

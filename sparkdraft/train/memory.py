@@ -50,8 +50,8 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
     }
     if settings.soft:
         step["the target's logits"] = settings.context * vocab * itemsize
-    if on_gpu:  # recordings keep their own memory, beside what a shape needs that has not been recorded yet
-        step["recorded steps"] = sum(step.values())
+    if on_gpu:  # graphs keep their own memory, beside that of a shape that has not been captured yet
+        step["captured steps"] = sum(step.values())
     else:
         step["attention"] = _dense_attention(target, settings, itemsize)
     return {
@@ -69,8 +69,7 @@ def target_step(target: ModelConfig, rows: int, sampled: int, itemsize: int) -> 
 
 
 def _drafter_step(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
-    """What each layer keeps of a row for the backward pass, plus what is alive during the backward pass of one
-    layer."""
+    """Bytes that each layer keeps for the backward pass, and those that are alive while one layer's runs."""
     sizes = _drafter_sizes(target, settings)
     saved = 4 * sizes.hidden + 3 * (sizes.projected + sizes.mixed) // 2 + sizes.mlp
     return settings.block_rows * (saved * (settings.layers + 1) + 6 * sizes.hidden) * itemsize

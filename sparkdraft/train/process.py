@@ -1,7 +1,8 @@
-"""A lock on the folder that a long job writes to, and signals that stop the job without losing work."""
+"""Keeps the work of a long job: a lock on its folder, files that are replaced whole, and signals that wait."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
@@ -18,11 +19,6 @@ def alone_in(folder: Path, what: str) -> Iterator[None]:
 
     what: what is in the folder, for the error message.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
     place = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,6 +33,22 @@ def alone_in(folder: Path, what: str) -> Iterator[None]:
         yield
     finally:
         os.close(place)
+
+
+def write_whole(path: Path, content: bytes, ending: str) -> None:
+    """Replace a file by a new one, or leave it as it is. ending: of the name under which the new one is written."""
+    fresh = path.with_name(path.name + ending)
+    try:
+        fresh.write_bytes(content)
+        sync(fresh)
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 Stop = Callable[[], bool]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.train.batches import Cursor
-from sparkdraft.train.process import alone_in
+from sparkdraft.train.process import alone_in, sync, write_whole
 from sparkdraft.train.settings import FitSettings
 
 VERSION = 1
@@ -128,7 +128,7 @@ class Run:
         tensors = {n: t.detach().cpu().contiguous() for n, t in (state.tensors | own).items()}
         try:
             save_file(tensors, fresh, metadata)
-            _sync(fresh)
+            sync(fresh)
             os.replace(fresh, self.state_file)
         except (OSError, SafetensorError) as error:
             fresh.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ class Run:
             return State(int(facts["step"]), cursor, float(facts["seconds"]), tensors, ids)
 
     def _last_step(self) -> int:
-        """Of the last checkpoint, whose tensors are not read; 0 before the first."""
+        """The step of the last checkpoint, whose tensors are not read; 0 before the first."""
         if not self.state_file.exists():
             return 0
         with self._state() as file:
@@ -184,19 +184,10 @@ class Run:
             raise _disk(error, "the log", self.folder) from error
 
     def _write(self, path: Path, content: bytes) -> None:
-        fresh = path.with_name(path.name + ".new")
         try:
-            fresh.write_bytes(content)
-            _sync(fresh)
-            os.replace(fresh, path)
+            write_whole(path, content, ".new")
         except OSError as error:
-            fresh.unlink(missing_ok=True)
             raise _disk(error, path.name, self.folder) from error
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _disk(error: Exception, what: str, folder: Path) -> UserError:

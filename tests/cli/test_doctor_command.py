@@ -82,7 +82,7 @@ def test_a_healthy_machine_says_so(tiny: Path, capsys: pytest.CaptureFixture[str
         "runs on: cpu, quant",
     ):
         assert words in text
-    assert re.search(r"decode steps: replayed.*\n +proof: 11 of 12 steps replayed a recording", text)
+    assert re.search(r"decode steps: replayed.*\n +proof: 11 of 12 steps replayed a graph", text)
 
 
 @pytest.mark.slow
@@ -178,10 +178,10 @@ def test_a_gpu_without_triton_is_broken_and_starts_nothing(
 ) -> None:
     """The machine is a DGX Spark's, half full and slow, but for its GPU: what is measured is planted."""
     spark = machine.Cuda("NVIDIA GB10", (12, 1), 48, machine.GpuMemory(120 << 30, 9 << 30, True), 0.0)
-    monkeypatch.setattr(examine, "read_cuda", lambda: spark)
+    monkeypatch.setattr(machine, "read_cuda", lambda: spark)
     monkeypatch.setattr(examine, "_measure", lambda *_: Measured(110e9, 112e9))
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(examine, "read_memory", lambda: examine_memory(120, 50))
+    monkeypatch.setattr(machine, "read_memory", lambda: examine_memory(120, 50))
     monkeypatch.setattr(software, "read_torch", lambda: software.Torch("2.13.0", "13.0", True, ("sm_120",)))
     status = main(["doctor", "--model", str(tiny), "--json"])
     report = json.loads(capsys.readouterr().out)

@@ -88,7 +88,6 @@ def test_every_tile_that_is_tried_can_be_written_into_a_file(out: int, in_: int,
     for kernel, size in ((experts.GATE_UP, 16), (experts.DOWN, 64), *((few, 8) for few in experts.FEW)):
         listed[kernel] = tiles.expert_tiles(kernel, (out, in_, size), "16bit", HOPPER)
         listed[kernel] += tiles.expert_tiles(kernel, (out, in_, size), "int4", HOPPER, step=128)
-    listed |= {kernel: tiles.delta_tiles(kernel, 128) for kernel in ("delta_rule", "delta_inside", "delta_through")}
     listed[few_tokens.KERNEL] += tiles.coded_tiles(out, in_, 128, "int4", HOPPER)
     for kernel, each in listed.items():
         for number, tile in enumerate(each):

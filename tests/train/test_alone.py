@@ -32,6 +32,6 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_ends(tmp_path: Path
     assert fit(settings, run, "cpu", stopped=again) == 2
     assert (
         refused
-        == [f"Another process is writing to the training run {run}: wait for its end, or name another folder."] * 2
+        == [f"Another process is writing to the training run {run}: wait for its end, or name another folder."] * 3
     )
     assert fit(settings, run, "cpu") == 2

@@ -494,7 +494,7 @@ def test_sums_of_memory() -> None:
     soft = memory.parts(smollm2, FitSettings(target="smollm2", data="d", soft=0.5), on_gpu=True)
     assert soft["the target's logits"] == 16384 * 49152 * 2
     assert (
-        soft["recorded steps"] == sum(size for name, size in soft.items() if name.startswith("the ")) + soft["logits"]
+        soft["captured steps"] == sum(size for name, size in soft.items() if name.startswith("the ")) + soft["logits"]
     )
 
 

@@ -68,7 +68,7 @@ class DepthBench:
         engine.scheduler.pace = None  # all streams begin together
         self._synthetic = Synthetic(engine, acceptance) if acceptance else None
         if acceptance:
-            engine.warm_up()  # recordings keep the acceptance that they were made with
+            engine.warm_up()  # graphs keep the acceptance that they were made with
 
     def check(self, prompts: Sequence[list[int]], streams: int) -> None:
         """Raise UserError if so many streams cannot run at once: some would wait, and speeds would be of fewer."""

@@ -124,7 +124,7 @@ class Bench:
         engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
         self._synthetic = Synthetic(engine, acceptance) if acceptance else None
         if acceptance and engine.drafting.default is None:
-            # depth controllers need the costs of depths; recordings keep the acceptance that they were made with
+            # depth controllers need the costs of depths; graphs keep the acceptance that they were made with
             engine.warm_up()
 
     def measure(self, load: Load, report: Report) -> Row:
@@ -165,7 +165,7 @@ class Bench:
 
     @property
     def counts_experts(self) -> bool:
-        """Whether the floor depends on how many experts the tokens reach."""
+        """The floor depends on how many experts the tokens reach."""
         return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.model.layers)
 
     def check(self, load: Load) -> None:

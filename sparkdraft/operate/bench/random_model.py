@@ -31,8 +31,8 @@ __all__ = ["DRAFTER_FILES", "SHAPES", "TARGET_FILES", "drafter_shape", "shape"] 
 
 BYTES = ("_blocks", "_scales")  # ends of names of tensors that hold bytes
 DEVIATION = 0.02  # of weights
-# Of embeddings. Small ones drown in what attention adds, which is much the same for all rows of a text: 16 rows would
-# reach 12 of 128 experts, 8 each, where rows that choose independently reach 82.
+# Small embeddings drown in what attention adds, which is much the same for all tokens of a text: 16 would reach 12 of
+# 128 experts, 8 each, where tokens that choose independently reach 82.
 EMBEDDED = 4.0
 
 
@@ -89,7 +89,7 @@ class RandomCheckpoint:
         return StoredMatrix(name, prod(rows), width, form)
 
     def _is_coded(self, name: str) -> bool:
-        """Whether a tensor is a matrix of a layer, or the matrices of its experts."""
+        """Tell if a tensor is a matrix of a layer, or the matrices of its experts."""
         others = ("mlp.gate.weight", "router.weight", "router.proj.weight", "bias")  # routers, and experts' biases
         return ".layers." in f".{name}" and len(self._matrix_shape(name)) > 1 and not name.endswith(others)
 

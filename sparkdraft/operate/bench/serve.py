@@ -345,7 +345,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Result:
-    """What is known about the server, and the cells measured so far."""
+    """Facts about the server, and the cells measured so far."""
 
     settings: Settings
     model: str = ""

@@ -39,7 +39,7 @@ SLOPE, BASE = 0.80, -0.26
 
 
 class Outcomes(NamedTuple):
-    """How many drafts are accepted in each step and stream, and the drafter's confidence in each."""
+    """The number of accepted drafts in each step and stream, and the drafter's confidence in each."""
 
     accepted: Table  # [steps, streams]
     gaps: NDArray[np.float32]  # [steps, streams, depth]: how sure the drafter is said to be of each

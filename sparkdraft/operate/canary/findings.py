@@ -1,4 +1,4 @@
-"""What a probe finds, and the parts of a server that can be switched off because of it."""
+"""Findings of probes, and the parts of a server that can be switched off because of it."""
 
 from __future__ import annotations
 

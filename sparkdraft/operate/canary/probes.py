@@ -208,7 +208,7 @@ def codes_are_within_bounds(asker: Asker) -> str:
 
 
 def _fits(value: Any) -> bool:
-    """Whether a value follows SCHEMA."""
+    """Tell if a value follows SCHEMA."""
     if not isinstance(value, dict) or set(value) != {"name", "age"}:
         return False
     name, age = value["name"], value["age"]

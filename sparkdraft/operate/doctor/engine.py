@@ -27,7 +27,7 @@ from sparkdraft.speculation.stats import SpecStats
 from sparkdraft.util.progress import Meter
 
 PART = "engine"
-# What measures tiles, by the name of the fact. Files of tiles are tuned/sm_*.json in the cache folder.
+# Commands that measure tiles, by the name of the fact. Files of tiles are tuned/sm_*.json in the cache folder.
 TUNE = {
     "matrix tiles": "sparkdraft tune, with this --model",
     "expert tiles": "sparkdraft tune, with this --model",
@@ -123,18 +123,18 @@ STEPS = 12  # that are counted
 class Counted:
     """Counts of the doctor's requests."""
 
-    replays: int = 0  # of recordings: the target's steps and the drafter's passes
+    replays: int = 0  # of graphs: the target's steps and the drafter's passes
     replayed: int = 0  # steps that had one or more
     ahead: int = 0  # steps that were launched before the last was read
     steps: int = 0
-    kernels: int = 0  # of the largest recording that was replayed; 0: a CUDA graph does not tell
+    kernels: int = 0  # of the largest compiled step that was replayed; 0: a CUDA graph does not tell
     seconds: list[float] = field(default_factory=list)  # of plain steps
     drafting: SpecStats = field(default_factory=SpecStats)  # of the request with drafts
 
     def proofs(self, engine: Engine) -> dict[str, str]:
         """The proof of each fact, by the fact's name."""
         size = f", the largest of {self.kernels} kernels" if self.kernels else ""
-        replayed = f"{self.replayed} of {self.steps} steps replayed a recording{size}"
+        replayed = f"{self.replayed} of {self.steps} steps replayed a graph{size}"
         found = {"decode steps": replayed if self.replayed else ""}
         found["overlapped steps"] = f"{self.ahead} of {self.steps} steps were launched ahead" if self.ahead else ""
         if engine.drafting.proposer:
@@ -168,10 +168,10 @@ def run_counted(engine: Engine) -> Counted:
 @contextmanager
 def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
     """Count replays and launches by replacing the methods that make them."""
-    recording, overlap = engine.runner.model.ops.Graph, engine.overlap
+    graph, overlap = engine.runner.model.ops.Graph, engine.overlap
     stand_ins: list[tuple[Any, str, Any]] = []
-    if recording:
-        replay = recording.replay
+    if graph:
+        replay = graph.replay
 
         def counted_replay(self: Any) -> Tensor:
             counted.replays += 1
@@ -179,7 +179,7 @@ def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
             out: Tensor = replay(self)
             return out
 
-        stand_ins.append((recording, "replay", counted_replay))
+        stand_ins.append((graph, "replay", counted_replay))
     if overlap:
         launch = overlap.launch
 

@@ -212,7 +212,7 @@ MEMORY = "memory and disk"
 GIB, GB = 2**30, 10**9
 LEAST_SHARE = 0.5  # of the memory should be available
 LEAST_BYTES = 2 * GIB  # that should be available on any machine
-LEAST_DISK = 1 * GB  # for compiled kernels, recordings of tiles and the embedded model
+LEAST_DISK = 1 * GB  # for compiled kernels, measured tiles and the embedded model
 SOME_DISK = 20 * GB  # less does not hold one model of 8B parameters in 16 bits
 LATE_S = 60  # seconds after which a killed server's memory is free again on a machine with one memory
 

@@ -18,8 +18,8 @@ TESTED_TORCH = ("2.11", "2.13")  # the oldest and the newest
 GLUON_TRITON = "3.6"  # the version whose Gluon the kernels of a coded cache are written in
 SLOWING = {
     "TRITON_INTERPRET": "GPU kernels run in Python, thousands of times slower",
-    "CUDA_LAUNCH_BLOCKING": "every launch waits for the GPU, and steps cannot be recorded",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor asks the driver for its memory, and steps cannot be recorded",
+    "CUDA_LAUNCH_BLOCKING": "every launch waits for the GPU, and steps cannot be captured",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor asks the driver for its memory, and steps cannot be captured",
 }
 
 

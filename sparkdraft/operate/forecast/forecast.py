@@ -1,4 +1,4 @@
-"""What one configuration needs and how fast it will be: the plan that `serve` would make, with predicted speeds.
+"""Memory and speed of one configuration: the plan that `serve` would make, with predicted speeds.
 
 Memory comes from plan/resolve.py. Speed comes from roofline.py, with a range: the engine's losses at their best and
 worst, and the error of the model itself. Drafted speed depends on the text: it is predicted for three classes, or for
@@ -41,7 +41,7 @@ class Chances(NamedTuple):
     high: float
 
 
-# What users have reported by class of text: the median, and what a tenth of the reports are below or above
+# Reports of users by class of text: the median, and what a tenth of the reports are below or above
 # (tests/operate/forecast/figures.json has them). Authors of drafters report more on benchmarks.
 CLASSES = {
     "prose": Chances(0.60, 0.49, 0.78),
@@ -189,7 +189,7 @@ class Forecast:
 
     @property
     def holds_all(self) -> bool:
-        """Whether the asked streams fit at once."""
+        """The asked streams fit at once."""
         return self.max_streams >= self.question.streams
 
     @property

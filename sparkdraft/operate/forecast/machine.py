@@ -154,16 +154,18 @@ def _cpu_like(base: Machine, found: Hardware, bandwidth: float, measured: bool) 
 
 def describing(name: str) -> Machine | None:
     """Return the file that describes a GPU of this name."""
-    files = (read_machine(FOLDER / f"{each}.json") for each in known_machines())
-    return next((each for each in files if any(part in name for part in each.matches)), None)
+    return next((each for each in _files() if any(part in name for part in each.matches)), None)
 
 
 def like(found: Hardware) -> Machine:
     """Return the file whose losses are nearest to this hardware's."""
-    files = [read_machine(FOLDER / f"{name}.json") for name in known_machines()]
     if found.device == "cpu":
-        return next(each for each in files if each.hardware.device == "cpu")
-    return next((each for each in files if _is(found, each)), None) or read_machine(FOLDER / f"{UNKNOWN_GPU}.json")
+        return next(each for each in _files() if each.hardware.device == "cpu")
+    return describing(found.name) or read_machine(FOLDER / f"{UNKNOWN_GPU}.json")
+
+
+def _files() -> list[Machine]:
+    return [read_machine(FOLDER / f"{name}.json") for name in known_machines()]
 
 
 def _is(found: Hardware, machine: Machine) -> bool:

@@ -27,7 +27,7 @@ from sparkdraft.plan.weight_formats import BYTES, FLOATS, WeightFormats, parts_o
 
 OVERLAP = 1.6  # reading and arithmetic overlap partly: (a^p + b^p)^(1/p); infinity would be wholly, 1 not at all
 STATE_ITEMSIZE = 4  # recurrent states are float32
-# n rows choose experts as n^s rows would that choose independently: a habit of a model's router, the same in every
+# n tokens choose experts as n^s tokens would that choose independently: a habit of a model's router, the same in every
 # weight format. Fitted on plain batches of 5 and 10 streams (docs/plan.md).
 SPREAD = {"qwen3_5_moe": 0.92, "qwen3_next": 0.92, "gemma4": 0.62, "gpt_oss": 0.66}
 USUAL_SPREAD = 0.8
@@ -35,24 +35,24 @@ USUAL_SPREAD = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """What an engine loses against the machine. Shares are of its bandwidth or arithmetic."""
+    """Losses of an engine against the machine. Shares are of its bandwidth or arithmetic."""
 
     floats: float  # share at which matrices of floats are read
     coded: float  # quantised matrices
     experts: float  # experts, on top of either
-    kv: float  # keys and values by one row
+    kv: float  # keys and values by one token
     layer: float  # seconds per layer: launches, norms, gaps; a drafter's layers too
     step: float  # seconds per step: scheduling, sampling
     kv_fp8: float = 0.0  # as kv, in fp8; 0: as kv
     kv_coded: float = 0.0  # as kv, in TurboQuant's codes; 0: as kv
-    rows: float = 1.0  # of kv, where several rows of a stream read a whole context
+    rows: float = 1.0  # of kv, where several tokens of a stream read a whole context
     rows_coded: float = 0.0  # as rows, in codes; 0: as rows
-    draft: float = 0.0  # seconds per step that drafts: acceptance, what the drafter observes, more rows to sample
+    draft: float = 0.0  # seconds per step that drafts: acceptance, what the drafter observes, more tokens to sample
     experts_layer: float = 0.0  # seconds per layer with experts: the choice, and smaller kernels
     compute: float = 1.0  # share of the machine's arithmetic
     formats: Mapping[str, float] = field(default_factory=dict)  # as coded, by format, where decoding takes longer
     own_arithmetic: bool = False  # quantised matrices are multiplied in their own format, not in bfloat16
-    snapshots: bool = False  # recurrent states are written for every row of a step, not once
+    snapshots: bool = False  # recurrent states are written for every token of a step, not once
 
     def share(self, fmt: str) -> float:
         """The share at which matrices of a format are read; int4 is alike in groups of any size."""
@@ -98,7 +98,7 @@ class Context(NamedTuple):
 
     window: int  # 0: all
     token_bytes: float
-    queries: int  # numbers of a row that are multiplied with each key
+    queries: int  # numbers of a token that are multiplied with each key
     layers: int
 
     def keys(self, context: int) -> int:
@@ -114,7 +114,7 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a step of a model reads and multiplies, summed over its layers once."""
+    """Sums over a model's layers of all that a step reads and multiplies."""
 
     dense: tuple[tuple[str, int], ...]  # format, and weights that every step reads, with the head
     experts: tuple[Experts, ...]
@@ -155,14 +155,14 @@ class Target:
 
 
 class DraftPass(NamedTuple):
-    """What a drafter's pass reads. Its matrices are kept as the machine's engine keeps matrices, whatever the target's
-    format."""
+    """Sums of all that a drafter's pass reads. Its matrices are kept as the engine keeps matrices on this machine,
+    whatever the target's format."""
 
-    weights: int  # of its own matrices, without experts that a row does not choose
+    weights: int  # of its own matrices, without experts that a token does not choose
     head: int  # of the target's head, if it has none of its own
     contexts: tuple[Context, ...]
     layers: int
-    chain: bool = False  # a pass per draft, over one row of each stream
+    chain: bool = False  # a pass per draft, over one token of each stream
     format: str = "bfloat16"
     borrowed: tuple[Context, ...] = ()  # of the target's K/V, in the target's format
     kv: str = EXACT

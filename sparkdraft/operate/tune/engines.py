@@ -31,7 +31,7 @@ from sparkdraft.weights.loader import Progress
 KEPT = 2  # engines at a time: the old settings' and the new ones'
 STREAMS = 4  # of "several streams"
 BURST_FACTOR = 2  # requests of a burst, in requests that run at once by default
-LONG_FACTOR = 2  # rows of the long prompt, in rows of a step
+LONG_FACTOR = 2  # tokens of the long prompt, in tokens of a step
 AFTER_LONG = 4  # tokens written after it
 MOST_WARM, STEADY = 4, 0.9  # runs that are not counted, at most; a run that takes this much of the one before is steady
 Key = tuple[tuple[str, Any], ...]

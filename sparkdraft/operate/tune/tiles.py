@@ -177,7 +177,7 @@ class TileSearch:
 
 
 def runs(kernel: str, tile: Sequence[int], tiles: Sequence[Sequence[int]]) -> bool:
-    """Whether the table's tile is the one that runs: FEW_DOWN's gives way if it sums in another order than the tiles to
+    """Tell if the table's tile is the one that runs: FEW_DOWN's gives way if it sums in another order than the tiles to
     try."""
     return kernel != experts.FEW_DOWN or experts.adds_up_alike(Tile(*tile), Tile(*tiles[0]))
 
@@ -203,7 +203,7 @@ def sliced(steps: Sequence[int], across: int = 1, only: int = 0) -> list[list[in
 
 
 def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[list[int]]:
-    """Return tiles for few rows times 16-bit floats: the rule's, then others. may_split: whether the kernel may split
+    """Return tiles for few tokens times 16-bit floats: the rule's, then others. may_split: whether the kernel may split
     'in'."""
     first = numbers(few_tokens._choose(out, in_, 2, gpu.sms))
     if in_ < 2048:
@@ -225,7 +225,7 @@ def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[li
 
 
 def coded_tiles(out: int, in_: int, step: int, form: str, gpu: Gpu, may_split: bool = True) -> list[list[int]]:
-    """Return tiles for few rows times codes. step: columns of a tile, set by the format. form: its name in the
+    """Return tiles for few tokens times codes. step: columns of a tile, set by the format. form: its name in the
     tables."""
     rule = few_tokens._choose_coded(out, in_, step, 2, gpu.sms, "offset" in form)
     splits = sorted({1, 2, 4, rule.split}) if may_split else [1]
@@ -235,7 +235,7 @@ def coded_tiles(out: int, in_: int, step: int, form: str, gpu: Gpu, may_split: b
 
 
 def wide_tiles(step: int, rows: int) -> list[list[int]]:
-    """Return tiles for blocks of so many rows times codes."""
+    """Return tiles for blocks of so many tokens times codes."""
     rule = [64, step, 2 if rows <= 32 else 4, 4]
     return [rule, *([n, step, w, s] for n, w in WIDE for s in (3, 5))]
 
@@ -275,17 +275,6 @@ def expert_tiles(
     return [first, *found]
 
 
-def delta_tiles(kernel: str, dim: int) -> list[list[int]]:
-    """Return tiles for recurrent layers, the likeliest first: there may be no time for all."""
-    if kernel == delta_steps.KERNEL:
-        found = [[16, 1], [8, 1], [32, 1], [16, 2], [32, 2], [64, 4], [128, 8]]
-    elif kernel == delta_chunks.INSIDE:
-        return [[4], [8], [2]]
-    else:
-        found = [[32, 4, 2], [64, 4, 2]]  # with one stage, Triton 3.6 reads memory that is not its own on an H200
-    return [tile for tile in found if tile[0] <= dim]
-
-
 # ---- the tiles of a loaded model
 #
 # A graph reads the weights of many layers one after the other, so no weight is in the L2 when it is read, and the
@@ -293,7 +282,7 @@ def delta_tiles(kernel: str, dim: int) -> list[list[int]]:
 # cuda_delta_rule.py.
 
 SHARE = 0.4  # of the time that is left for a search, for all tiles
-ROWS = {1: 2.0, 4: 1.0, 16: 2.0}  # rows of a step, and how much each counts in the choice of a tile
+ROWS = {1: 2.0, 4: 1.0, 16: 2.0}  # tokens of a step, and how much each counts in the choice of a tile
 WIDE_ROWS = (32, 64)
 EXPERT_ROWS = (16, 64, 256, 1024)
 MOST_COPIES = 32  # of a matrix in a graph
@@ -405,7 +394,7 @@ def search_matrices(search: TileSearch, family: Family, device: torch.device, dt
         search.best(few_tokens.WIDE, family.form, shape, wide, timed, partial(run, rows, first))
 
 
-Runner = Callable[[int, WeightTiles], Tensor]  # rows, weight
+Runner = Callable[[int, WeightTiles], Tensor]  # tokens, weight
 
 
 def _wide_launcher(x: Tensor, out: int) -> Runner:
@@ -419,7 +408,7 @@ def _wide_launcher(x: Tensor, out: int) -> Runner:
 
 
 def _launcher(family: Family, device: torch.device, dtype: torch.dtype) -> Runner:
-    """Return a function that runs the family's kernel over so many rows; the first rows are always the same."""
+    """Return a function that runs the family's kernel over so many tokens; the first are always the same."""
     in_ = family.shape[1]
     rows16 = _normal(few_tokens.MOST_TOKENS, in_, device, dtype)
     norm = Norm(torch.ones(in_, dtype=dtype, device=device), 1e-6)

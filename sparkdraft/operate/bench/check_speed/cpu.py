@@ -76,7 +76,7 @@ def loads(
     """Compare whole requests, default against --spec off. names: line -> metric of _run_load."""
     sides = [partial(_run_load, load(spec), streams, requests, temperature) for spec in ("off", "auto")]
     for side in sides:
-        side()  # new shapes are recorded, compiled and timed here
+        side()  # new shapes are compiled and timed here
     found = in_turn(sides[0], sides[1], LOAD_ROUNDS, progress)
     return {name: found[metric] for name, metric in names.items()}
 
