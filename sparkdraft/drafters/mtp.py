@@ -36,7 +36,7 @@ from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
 from sparkdraft.models.common.config import FINAL, ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from sparkdraft.models.common.sizes import layer_matrices, model_sizes
-from sparkdraft.models.common.tensors import gated
+from sparkdraft.models.common.tensors import experts, gated, projections, weights
 from sparkdraft.models.registry import read_config
 from sparkdraft.util.fields import listed
 
@@ -151,9 +151,8 @@ class MtpConfig:
         sizes: Shapes = {"fc": (hidden, 2 * hidden)}
         sizes |= dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (hidden,))
         layer: Shapes = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
-        rows = {"q": 2 * attention.query_width, "k": attention.kv_width, "v": attention.kv_width}  # queries with gates
-        layer |= {f"self_attn.{part}_proj": (count, hidden) for part, count in rows.items()}
-        layer["self_attn.o_proj"] = (hidden, attention.query_width)
+        layer |= projections(hidden, attention.query_width, attention.kv_width)
+        layer["self_attn.q_proj"] = (2 * attention.query_width, hidden)  # with gates
         layer |= {f"self_attn.{part}_norm": (attention.head_dim,) for part in "qk"}
         fused: Shapes = {}
         if isinstance(mlp, DenseSpec):
@@ -162,15 +161,10 @@ class MtpConfig:
             count, inter = mlp.num_experts, mlp.intermediate_size
             layer |= {"mlp.gate": (count, hidden), "mlp.shared_expert_gate": (1, hidden)}
             layer |= gated("mlp.shared_expert", hidden, mlp.shared_size)
-            fused = {
-                f"{EXPERTS}.gate_up_proj": (count, 2 * inter, hidden),
-                f"{EXPERTS}.down_proj": (count, hidden, inter),
-            }
+            fused = experts(EXPERTS, count, hidden, inter)
         tables = {"embed_tokens": self.own_embedding, "lm_head": self.own_head}
         sizes |= {name: (model.vocab_size, hidden) for name, is_own in tables.items() if is_own}
-        named = {f"{name}.weight": size for name, size in sizes.items()}
-        named |= {f"layers.0.{name}.weight": size for name, size in layer.items()}
-        named |= {f"layers.0.{name}": size for name, size in fused.items()}
+        named = weights(sizes) | {f"layers.0.{name}": size for name, size in (weights(layer) | fused).items()}
         return {f"{self.prefix}{name}": size for name, size in named.items()}
 
     def among(self, number: int, names: Collection[str] = ()) -> MtpConfig:

@@ -219,7 +219,8 @@ class EngineClient:
             self._fail_all(f"the engine stopped and is being restarted; retry in a moment: {reason}", True)
             if self._ready_at and time.monotonic() - self._ready_at >= self.restart.calm:
                 delay = self.restart.first
-            await self._pause(delay)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
             delay = min(2 * delay, self.restart.most)
             self.restarts += 1
 
@@ -274,10 +275,6 @@ class EngineClient:
             self.state = "failed" if self._dying and self._dying.final else "restarting"
             self.stage, self.progress = "waiting to start", (0, 0)
             self.last_error = self._dying.sentence if self._dying else self.last_error
-
-    async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _bury(self) -> None:
         """Wait for the process, which exits because the socket is closed; kill it if it does not."""

@@ -34,15 +34,9 @@ HARMONY = Family(
     parts=("<|end|>",),  # of a message: the answer follows the thoughts
 )
 FAMILIES: dict[str, Family] = {
-    "qwen3": QWEN,
-    "qwen3_moe": QWEN,
-    "qwen3_next": QWEN,
-    "qwen3_5": QWEN,
-    "qwen3_5_text": QWEN,
-    "qwen3_5_moe": QWEN,
-    "qwen3_5_moe_text": QWEN,
-    "gemma4": GEMMA4,
-    "gemma4_text": GEMMA4,
+    **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"), QWEN),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), QWEN),
+    **dict.fromkeys(("gemma4", "gemma4_text"), GEMMA4),
     "gpt_oss": HARMONY,
 }
 OTHERS = Family()

@@ -73,22 +73,18 @@ class GrammarCompiler:
             if found and not found.spent:
                 self._compiled[spec] = found
                 return found
-        made = self._compile(spec)
+        _check_text(spec)
+        known, name = self._vocabulary(), NAMES[spec.kind]
+        try:
+            made = on_a_deep_stack(lambda: self._build(known, spec), MAX_SECONDS)
+        except TimeoutError:
+            limit = f"{MAX_SECONDS:g} s to compile, the limit"
+            raise UserError(f"{name} takes more than {limit}; make it smaller") from None
         with self._lock:
             self._compiled[spec] = made
             while len(self._compiled) > NUM_CACHED:
                 self._compiled.popitem(last=False)
         return made
-
-    def _compile(self, spec: GrammarSpec) -> Grammar:
-        _check_text(spec)
-        known, name = self._vocabulary(), NAMES[spec.kind]
-        try:
-            return on_a_deep_stack(lambda: self._build(known, spec), MAX_SECONDS)
-        except TimeoutError:
-            raise UserError(
-                f"{name} takes more than {MAX_SECONDS:g} s to compile, the limit; make it smaller"
-            ) from None
 
     def _build(self, known: LLTokenizer, spec: GrammarSpec) -> Grammar:
         name = NAMES[spec.kind]

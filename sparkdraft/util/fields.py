@@ -19,18 +19,11 @@ MAX_SIZE = 1 << 20  # widths and counts of heads, experts and matrices
 MAX_VOCAB = 1 << 24
 MAX_TOKENS = (1 << 31) - 1  # positions are 32-bit numbers
 LIMITS = {  # where MAX_SIZE is not the limit
-    "num_hidden_layers": MAX_LAYERS,
-    "num_target_layers": MAX_LAYERS,
+    **dict.fromkeys(("num_hidden_layers", "num_target_layers"), MAX_LAYERS),
     "block_size": 1024,
-    "vocab_size": MAX_VOCAB,
-    "draft_vocab_size": MAX_VOCAB,
-    "mask_token_id": MAX_VOCAB,
-    "max_position_embeddings": MAX_TOKENS,
-    "original_max_position_embeddings": MAX_TOKENS,
-    "sliding_window": MAX_TOKENS,
-    "swa_window_size": MAX_TOKENS,
-    "draft_window_size": MAX_TOKENS,
-    "draft_sink_size": MAX_TOKENS,
+    **dict.fromkeys(("vocab_size", "draft_vocab_size", "mask_token_id"), MAX_VOCAB),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), MAX_TOKENS),
+    **dict.fromkeys(("sliding_window", "swa_window_size", "draft_window_size", "draft_sink_size"), MAX_TOKENS),
 }
 CONFIG = "config.json"
 

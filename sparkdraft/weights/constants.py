@@ -1,8 +1,7 @@
 """`device_constant`: a decorator for tensors that kernels make on first use and keep.
 
-The first use may be inside a CUDA graph capture, which runs nothing: a tensor made there would never be filled, and its
-memory would go with the capture. So such tensors are made on a stream that is not captured.
-`tests/kernels/test_constants.py` finds cached functions that return tensors in any other way.
+The first use may be inside a CUDA graph capture, which runs nothing: a tensor made there would never be filled. So such
+tensors are made on a stream that is not captured.
 """
 
 from __future__ import annotations

@@ -25,25 +25,13 @@ LLAMA3 = (
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2 = "gpt2"  # built into the library
 DIGITS = "digits"  # every digit is a word of its own, then as GPT-2
-# Metadata name -> rule. llama.cpp's own rule for smollm is DIGITS, with which the model was trained. transformers reads
-# these files with GPT2, and the ids here are those of transformers. They differ only where more than one blank precedes
-# a digit ("\n\n1.").
+# Metadata name -> rule. llama.cpp's own rule for smollm is DIGITS; the ids here are those of transformers, which reads
+# these files with GPT2. They differ only where more than one blank precedes a digit ("\n\n1.").
 RULES = {
-    "default": GPT2,
-    "gpt-2": GPT2,
-    "phi-2": GPT2,
-    "olmo": GPT2,
-    "smollm": GPT2,
-    "starcoder": DIGITS,
-    "refact": DIGITS,
-    "command-r": DIGITS,
-    "codeshell": DIGITS,
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "smaug-bpe": LLAMA3,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "smollm"), GPT2),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
 }
 
 
@@ -113,8 +101,8 @@ def _sentencepiece(meta: dict[str, Any], tokens: list[str], path: Path) -> RawTo
 
 
 def _merges_of(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Rebuild the merges of SentencePiece, which merges the pair whose union scores highest: every way to make a token
-    from two others, ordered by the token's score, then by the parts' scores."""
+    """Rebuild the merges of SentencePiece: every way to make a token from two others, ordered by the token's score,
+    then by the parts' scores."""
     found: list[tuple[float, list[tuple[str, str]]]] = []
     for token, index in vocab.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]

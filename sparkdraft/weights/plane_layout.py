@@ -1,20 +1,17 @@
 """How codes of 4 and 8 bits lie in a GPU's memory, as numbers without torch, so that a plan can count bytes.
 
 A row of the matrix is cut into tiles, and a tile into planes: 4 planes of 4-bit codes, 2 of 8-bit codes. Word j of a
-tile, of 16 bits, holds column j of every plane, so that one mask (and a shift) turns a tile of words into a plane of
-numbers, two per register, and each plane meets its own columns of x in their order:
+tile, of 16 bits, holds column j of every plane, so that one mask (and a shift) turns a tile into a plane of numbers:
 
     tile c, word j    | plane 0: column c * tile + j | plane 1: column c * tile + plane + j | ...
 
-Strips of 16 rows lie after each other, and within a strip its tiles, so that a kernel reads contiguous memory. A GPU
-reads pieces of 32 bytes, such as a single row of a tile of 16 columns, at a third of the speed.
+Strips of 16 rows lie after each other, and within a strip its tiles, so that a kernel reads contiguous memory.
 
     strip | tile 0: row 0, row 1, ... row 15 | tile 1: row 0, ... | ...          the last strip is filled up with zeros
 
 A plane never spans two groups. Scales are in the type that they are stored in, 4 bytes to a word, in the order of their
 groups; within a strip, word 0 of its 16 rows, then word 1. Only e4m3 scales (NVFP4's) become "e5m3": they are never
-negative, so the sign bit extends the exponent, all numbers are normal, and a shift and an addition convert their bits
-to bfloat16. The last tile is filled up with zeros.
+negative, so the sign bit extends the exponent, and a shift and an addition convert their bits to bfloat16.
 """
 
 from __future__ import annotations

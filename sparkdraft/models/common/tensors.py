@@ -70,7 +70,7 @@ def gated(name: str, hidden: int, inter: int) -> Sizes:
     return rows | {f"{name}.down_proj": (hidden, inter)}
 
 
-def _experts(name: str, count: int, hidden: int, inter: int) -> Sizes:
+def experts(name: str, count: int, hidden: int, inter: int) -> Sizes:
     return {f"{name}.gate_up_proj": (count, 2 * inter, hidden), f"{name}.down_proj": (count, hidden, inter)}
 
 
@@ -86,7 +86,7 @@ def _qwen3_moe(config: Config, i: int) -> Sizes:
     own: Sizes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "mlp.gate": (count, hidden)}
     own |= projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
     own |= {f"self_attn.{part}_norm": (dim,) for part in "qk"}
-    return weights(own) | _experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
+    return weights(own) | experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
 
 
 def _gpt_oss(config: Config, i: int) -> Sizes:
@@ -96,7 +96,7 @@ def _gpt_oss(config: Config, i: int) -> Sizes:
     sizes = weights({"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), **linear})
     sizes |= {f"{name}.bias": size[:1] for name, size in linear.items()}
     sizes["self_attn.sinks"] = (config["num_attention_heads"],)
-    for name, (_, rows, width) in _experts("mlp.experts", count, hidden, config["intermediate_size"]).items():
+    for name, (_, rows, width) in experts("mlp.experts", count, hidden, config["intermediate_size"]).items():
         groups = width // MXFP4_GROUP
         sizes[f"{name}_blocks"] = (count, rows, groups, MXFP4_GROUP // 2)
         sizes[f"{name}_scales"] = (count, rows, groups)
@@ -118,7 +118,7 @@ def _gemma4(config: Config, i: int) -> Sizes:
         count = config["num_experts"]
         own["router.proj"] = (count, hidden)
         sizes |= {"router.scale": (hidden,), "router.per_expert_scale": (count,)}
-        sizes |= _experts("experts", count, hidden, config["moe_intermediate_size"])
+        sizes |= experts("experts", count, hidden, config["moe_intermediate_size"])
         norms += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"]
     return sizes | weights(own | dict.fromkeys(norms, (hidden,)))
 
@@ -158,7 +158,7 @@ def _hybrid(config: Config, i: int) -> Sizes:
     count = config["num_experts"]
     own |= {"mlp.gate": (count, hidden), "mlp.shared_expert_gate": (1, hidden)}
     own |= gated("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
-    return sizes | weights(own) | _experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
+    return sizes | weights(own) | experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
 
 
 # By model_type: where the layers are, and what one of them holds.

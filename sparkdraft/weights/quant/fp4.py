@@ -7,7 +7,7 @@
     MXFP4 of gpt-oss's experts:   X_blocks uint8 [experts, out, in / 32, 16], X_scales uint8 [experts, out, in / 32]
 
 A group of MXFP4 is multiplied by 2 ** (scale - 127). The name of an NVFP4 file's tensors decides whether the scale of
-the whole tensor multiplies or divides. Reading it the wrong way makes weights of thousands, which formats.py refuses.
+the whole tensor multiplies or divides; the wrong way makes weights of thousands, which formats.py refuses.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ W = (code - zero) * scale; scales may be negative. The shapes tell GPTQ from AWQ
 or zero points minus one is in the config only (`checkpoint_format`, `packing_format`), and the mean of the codes shows
 whether the config is right.
 
-In files with `desc_act` the inputs of a group are not neighbours. Sorting them would need every reader of the matrix to
-permute its inputs, which neither the residual nor heads that share values allow. Such a matrix is decoded exactly when
-it is loaded (`Permuted`), and kernels keep its floats.
+In files with `desc_act` the inputs of a group are not neighbours, and a kernel would have to permute its inputs. Such a
+matrix is decoded exactly when it is loaded (`Permuted`), and kernels keep its floats.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
 
     W[o, k] = (level(code[o, k]) * scale[o, k // group] + offset[o, k // group]) * row_scale[o]
 
-Scales keep the type that they are stored in, so nothing is rounded. `row_scale` is whatever is one number per output
-row: the scale of a tensor, of a channel, or of one part of a stacked matrix. `GroupQuant` is what GGUF's Q4_0, Q4_1 and
-Q8_0 hold. Kernels pick the classes they know (`keep_matrix`) and repack them into their own order.
+Scales keep the type that they are stored in, so nothing is rounded. `row_scale` is the scale of a tensor, of a channel,
+or of one part of a stacked matrix. `GroupQuant` is the form of GGUF's Q4_0, Q4_1 and Q8_0.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ class Coded:
         return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Decode to [out, in]; every kernel on these weights must agree with it."""
         out, width = self.shape
         _, values, kind = LEVELS[self.levels]
         if values is None:
@@ -109,7 +107,6 @@ class Coded:
         return Coded(self.levels, self.codes.to(device), self.group, scale, offset, row_scale)
 
     def take(self, ids: Tensor) -> Coded:
-        """Chosen output rows, in the order given."""
         ids = ids.long()
 
         def rows(part: Tensor | None) -> Tensor | None:
@@ -172,7 +169,6 @@ class GroupQuant:
         return self.q.shape[0], self.q.shape[1] * GROUP
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Decode to [out, in]; every kernel on these weights must agree with it."""
         q = torch.cat((self.q & 15, self.q >> 4), dim=-1) if self.bits == 4 else self.q
         w = q.float() * self.scale.float().unsqueeze(-1)
         if self.offset is not None:
@@ -190,7 +186,6 @@ class GroupQuant:
         return GroupQuant(8, q, scale, None)
 
     def take(self, ids: Tensor) -> GroupQuant:
-        """Chosen output rows, in the order given."""
         ids = ids.long()
         offset = None if self.offset is None else self.offset[ids]
         return GroupQuant(self.bits, self.q[ids], self.scale[ids], offset)
