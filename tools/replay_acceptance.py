@@ -41,7 +41,7 @@ from sparkdraft.drafters.base import CommittedRows
 from sparkdraft.drafters.dflash import DFlash, DraftBlock
 from sparkdraft.drafters.vocabulary import IdCounts
 from sparkdraft.engine.load import Loaded, load_opened, open_model
-from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax, ids_of
+from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, ids_of
 from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.operate.bench.accept import LOOP
@@ -104,7 +104,7 @@ def walk(drafter: DFlash, aux_hidden: Tensor, ids: list[int], start: int) -> Wal
         rows = int32(list(range(p, p + width)))
         block = [ids[p]] + [drafter.draft.mask_token_id] * (width - 1)
         masked = DraftBlock(int32(block), rows, rows, seen(drafter, p, width), int32([*range(1, width)]))
-        drafts = ids_of(argmax(drafter.logits(masked)), drafter.ends.ids)
+        drafts = ids_of(drafter.logits(masked).argmax(-1), drafter.ends.ids)
         truth = ids[p + 1 : p + width]
         count = next((i for i, (a, b) in enumerate(zip(drafts.tolist(), truth, strict=False)) if a != b), len(truth))
         here = rows[: len(aux_hidden) - p]

@@ -25,7 +25,7 @@ from sparkdraft.drafters.base import Anchors, CommittedRows, Score
 from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws, Filters, ids_of, pick, pick_sure
+from sparkdraft.engine.sampler import Draws, ids_of, pick, pick_sure
 from sparkdraft.kernels.ops import AttentionView, CutTerms, PackedRows
 from sparkdraft.models.common.blocks import Step
 
@@ -45,8 +45,7 @@ class StepKind(NamedTuple):
 
     seqs: int
     depth: int
-    draws: bool  # whether any lane samples; 'filters' says with which filters
-    filters: Filters
+    draws: bool  # whether any lane samples, with whatever filters
 
 
 class Lanes:
@@ -210,4 +209,4 @@ class Lanes:
     def _draws(self, kind: StepKind, lane: Tensor, positions: Tensor) -> Draws:
         """The parameters of rows: the lane of each, and the position of the id that it samples."""
         integers = torch.cat((self.integers.index_select(1, lane), positions.unsqueeze(0)))
-        return Draws(self.floats.index_select(1, lane), integers, kind.filters, mixed=True)
+        return Draws(self.floats.index_select(1, lane), integers)

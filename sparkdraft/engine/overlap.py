@@ -22,7 +22,7 @@ from sparkdraft.engine.graphs import Graphs, gpu_sizes
 from sparkdraft.engine.lanes import Lanes, StepKind
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws, Filters
+from sparkdraft.engine.sampler import Draws
 
 RING = 16  # plain steps after which the drafter observes their rows
 AHEAD = 2  # launched steps that are unread, at most: one runs, one waits for it
@@ -82,7 +82,6 @@ class OverlappedSteps:
         self._num_waiting = 0  # plain steps whose rows the drafter has not observed
         self._num_blocks: list[int] = []  # per lane, the number of blocks that the device knows
         self._most: list[int] = []
-        self._filters = Filters()
         self._draws = False
         self._read_at = 0.0
         if proposer:
@@ -134,7 +133,7 @@ class OverlappedSteps:
         self._send(depths)
         if terms:
             self.lanes.terms[: len(terms)].copy_(self._staged(terms, torch.float32), non_blocking=True)
-        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._filters)
+        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws)
         usual = self._steps is None or kind in self._steps
         if not usual:
             self._read_at = 0.0  # it keeps the host from reading the step before in time
@@ -209,7 +208,7 @@ class OverlappedSteps:
         for kept, values in zip((lanes.token, lanes.length, lanes.observed), numbers, strict=True):
             kept.copy_(values)  # in place, because recordings know them by their address
         draws = Draws.of(requests, anchors, device)
-        self._draws, self._filters = draws is not None, draws.filters if draws else Filters()
+        self._draws = draws is not None
         if draws:
             lanes.floats[:, : len(requests)] = draws.floats.view(3, -1)
             # without positions, which the device keeps itself

@@ -1,9 +1,8 @@
 """Turns logits into ids: each row with its own request's parameters, whatever else is in the batch.
 
 Ids are drawn with noise that depends on (seed, position, id) alone (kernels/noise.py), so a seeded request writes the
-same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p each give a smallest
-probability that survives: one comparison applies all three, and the whole vocabulary is never sorted. Log-probabilities
-are the model's own, before any of this.
+same text in any batch, after a preemption, and with or without drafts. One operator filters and draws.
+Log-probabilities are the model's own, before any of this.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdraft.core import Request, SamplingParams, TokenLogprob
+from sparkdraft.core import Request, TokenLogprob
 from sparkdraft.engine.accept import checked
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.noise import draw, gumbel
 from sparkdraft.kernels.ops import WIDEST, Ops
 from sparkdraft.text.grammar import GrammarState, Mask
 
@@ -28,8 +26,6 @@ from sparkdraft.text.grammar import GrammarState, Mask
 # assignment.
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little")
 BOUNDS = np.where(BITS, np.float32(np.inf), np.float32(-np.inf))  # [256, 8]
-TOP_K_SIZES, WHOLE_VOCABULARY = (0, 64, 1024), 1 << 62  # how many of the likeliest ids are examined for top_k
-BISECTIONS = 24  # halvings of [0, 1] to find top_p's smallest probability: beyond float32's resolution of the sum
 
 
 class SampleRow(NamedTuple):
@@ -71,33 +67,11 @@ class Sampled:
         return token_logprobs(rows, chosen, self.logprobs[first][1])
 
 
-class Filters(NamedTuple):
-    """The filters that are computed for a batch: none, or min_p and top_p, and also top_k if a row asks for it.
-
-    Overlapped steps are recorded once per value, so there are few values, whatever numbers clients send. A row whose
-    own filters are off is not changed by those of the others.
-    """
-
-    on: bool = False
-    top_k: int = 0  # upper limit of the rows' k: one of TOP_K_SIZES, or WHOLE_VOCABULARY
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> Filters:
-        """The filters of the requests that draw; a greedy request's filters change nothing."""
-        drawn = [p for p in params if p.temperature]
-        largest = max((p.top_k for p in drawn), default=0)
-        size = next((size for size in TOP_K_SIZES if largest <= size), WHOLE_VOCABULARY)
-        return cls(any(p.top_k or p.min_p or p.top_p < 1 for p in drawn), size)
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
+class Draws(NamedTuple):
     """Sampling parameters of the rows of a batch, on the device; None for a batch in which all rows are greedy."""
 
     floats: Tensor  # float32 [3 * rows]: temperature (0: greedy), min_p, top_p
     integers: Tensor  # int64 [3 * rows]: top_k (0: off), seed, position of the sampled id
-    filters: Filters
-    mixed: bool  # whether some rows may be greedy
 
     @classmethod
     def of(
@@ -112,12 +86,11 @@ class Draws:
         integers = array("q", [p.top_k for p in rows])
         integers.extend(request.seed for request in requests for _ in numbers)
         integers.extend(position + k for position in positions for k in numbers)
-        mixed = not all(p.temperature for p in params)
         # Tensors over the arrays' own memory: torch takes several times as long to read lists.
         tensors = [torch.frombuffer(floats, dtype=torch.float32), torch.frombuffer(integers, dtype=torch.int64)]
         if device.type != "cpu":
             tensors = [tensor.to(device) for tensor in tensors]
-        return cls(tensors[0], tensors[1], Filters.of(params), mixed)
+        return cls(*tensors)
 
 
 class Sampler:
@@ -132,7 +105,7 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """Sample an id from each row of 'logits' (float32 [rows, vocab], which is edited in place)."""
         if takes_likeliest(rows):
-            return Sampled(checked(logits, argmax(logits)), {})
+            return Sampled(checked(logits, pick(self.ops, logits, None)), {})
         logprobs = self._raw_logprobs(logits, rows)
         for index, row in enumerate(rows):
             self._edit(logits, index, row)
@@ -234,16 +207,8 @@ def pick(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = Non
     Samples and drafts are picked by this one function, on the host and in overlapped steps. draws: None if all rows are
     greedy. ids: int64 [columns], the id of each column; None if a column's number is its id.
     """
-    if draws is None:
-        columns = argmax(logits)
-    elif ops.sampler:  # filters and draws in one call, and takes the largest of a greedy row
-        columns = ops.sampler.sample(logits, draws.floats, draws.integers, ids)
-    else:
-        _, seeds, positions = draws.integers.view(3, -1)
-        columns = draw(allowed(logits, draws), seeds, positions, ids)
-        if draws.mixed:
-            columns = argmax(logits).where(draws.floats.view(3, -1)[0] == 0, columns)
-    return ids_of(columns, ids)
+    floats, integers = draws or (None, None)
+    return ids_of(ops.sample(logits, floats, integers, ids), ids)
 
 
 def ids_of(columns: Tensor, ids: Tensor | None) -> Tensor:
@@ -265,13 +230,6 @@ def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
             if row.grammar or params.has_penalties:
                 return False
     return True
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """int64 [rows]. Uses numpy on a CPU, which takes a tenth of torch's time."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
 
 
 def forbid(logits: Tensor, rows: list[int], masks: Mask) -> None:
@@ -308,86 +266,7 @@ class Sure(NamedTuple):
 
 
 def pick_sure(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Sure:
-    """Pick as `pick` does, and find the gaps in the same logits, without another pass over the head.
-
-    A greedy row's gap is the largest logit less the logsumexp of the others, as far as they come within WIDEST of it.
-    For a row that draws it is the gap between the two best scores: logits over temperature plus the target's noise.
-    """
-    if ops.sampler:
-        floats, integers = (None, None) if draws is None else (draws.floats, draws.integers)
-        columns, gaps = ops.sampler.sample_sure(logits, floats, integers, ids, WIDEST)
-        return Sure(ids_of(columns, ids), gaps)
-    columns, gaps = ops.largest_gap(logits, WIDEST)
-    if draws is not None:
-        drawn, drawn_gaps = ops.best_gap(drawn_scores(logits, draws, ids), WIDEST)
-        is_greedy = draws.floats.view(3, -1)[0] == 0
-        columns, gaps = columns.where(is_greedy, drawn), gaps.where(is_greedy, drawn_gaps)
+    """Pick as `pick` does, and find the gaps in the same logits, without another pass over the head."""
+    floats, integers = draws or (None, None)
+    columns, gaps = ops.sample_sure(logits, floats, integers, ids, WIDEST)
     return Sure(ids_of(columns, ids), gaps)
-
-
-def drawn_scores(logits: Tensor, draws: Draws, ids: Tensor | None = None) -> Tensor:
-    """Logits over temperature plus noise, -inf for what the filters exclude."""
-    _, seeds, positions = draws.integers.view(3, -1).unsqueeze(2)
-    columns = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
-    return allowed(logits, draws) + gumbel(seeds, positions, columns)
-
-
-def allowed(logits: Tensor, draws: Draws) -> Tensor:
-    """Logits divided by each row's temperature, -inf where min_p, top_k or top_p exclude an id. [rows, vocab]"""
-    temperature, min_p, top_p = draws.floats.view(3, -1)
-    top_k, filters = draws.integers.view(3, -1)[0], draws.filters
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-5).unsqueeze(1)
-    if not filters.on:
-        return scaled
-    probs = scaled.softmax(-1)
-    floor = min_p * probs.amax(-1)
-    if filters.top_k:
-        floor = floor.maximum(top_k_floor(probs, top_k, filters.top_k))
-    floor = floor.maximum(nucleus_floor(keep(probs, floor), top_p))
-    return scaled.masked_fill(probs < floor.unsqueeze(1), float("-inf"))
-
-
-def keep(probs: Tensor, floor: Tensor) -> Tensor:
-    """Set to zero what is below each row's floor. Ties with the last survivor survive; nothing is renormalised."""
-    return probs.where(probs >= floor.unsqueeze(1), 0.0)
-
-
-def top_k_floor(probs: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """The k-th largest probability of each row, 0 where k is 0 (off). 'most' is at least every k. [rows]"""
-    best = torch.topk(probs, min(most, probs.shape[-1])).values  # largest first
-    last = top_k.clamp(max=best.shape[1]) - 1
-    return torch.where(last >= 0, best.gather(1, last.clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
-
-
-def nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The largest probability t for which the ids with at least t hold a share top_p of each row's mass. 0 where top_p
-    is 1 (off): there the sum's rounding would leave out the least likely ids. [rows]"""
-    return sorted_floor(probs, top_p) if probs.device.type == "cpu" else bisected_floor(probs, top_p)
-
-
-def bisected_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The floor of top_p by bisection: for a GPU, which sorts slowly and must not wait for the host."""
-    goal = top_p * probs.sum(-1)
-    low, high = torch.zeros_like(goal), probs.amax(-1)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        enough = probs.where(probs >= middle.unsqueeze(1), 0.0).sum(-1) >= goal
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    # 'low' holds enough mass, 'high' may not: the smallest probability that is at least 'low' is the floor.
-    return probs.where(probs >= low.unsqueeze(1), float("inf")).amin(-1).where(top_p < 1, 0.0)
-
-
-def sorted_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The floor of top_p by sorting: for a CPU, which has few rows with few likely ids each.
-
-    Ids below a share (1 - top_p) / vocab of the mass hold less than 1 - top_p together, so the others hold enough.
-    """
-    floors = np.zeros(len(probs), dtype=np.float32)
-    for index, (row, share) in enumerate(zip(probs.numpy(), top_p.tolist(), strict=True)):
-        if share >= 1:
-            continue
-        mass = row.sum(dtype=np.float64)
-        likely = np.sort(row[row >= (1 - share) * mass / len(row)])[::-1]
-        last = np.searchsorted(np.cumsum(likely, dtype=np.float64), share * mass)
-        floors[index] = likely[min(last, len(likely) - 1)]
-    return torch.from_numpy(floors)

@@ -28,15 +28,5 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
-def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
-    """int64 [rows]: the column each row draws. scaled: float32 [rows, columns], logits over temperature.
-
-    seeds and positions: int64 [rows]. ids: int64 [columns], what the columns stand for; None: themselves.
-    """
-    if ids is None:
-        ids = torch.arange(scaled.shape[1], device=scaled.device)
-    return (scaled + gumbel(seeds.unsqueeze(1), positions.unsqueeze(1), ids)).argmax(-1)
-
-
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts carry the sign in: mask it off

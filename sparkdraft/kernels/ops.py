@@ -260,24 +260,6 @@ class Compiler(Protocol):
         """Compiles the kernels that these functions will launch."""
 
 
-class FusedSampler(Protocol):
-    """Filters and draws in one call, instead of the passes of engine/sampler.py."""
-
-    def sample(
-        self,
-        logits: Tensor,  # float32 [rows, columns]
-        floats: Tensor,  # float32 [3 * rows]: temperature, min_p, top_p
-        integers: Tensor,  # int64 [3 * rows]: top_k, seed, position
-        ids: Tensor | None = None,  # int64 [columns]: the id of each column; None: its number
-    ) -> Tensor:  # int64 [rows]
-        """The column each row takes; at temperature 0 its largest."""
-
-    def sample_sure(
-        self, logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float
-    ) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
-        """`sample` and each row's gap, as in `largest_gap`. floats and integers None: all rows are greedy."""
-
-
 class Ops(KeepsWeights, Protocol):
     """What every backend offers. "Rows" are the tokens of a step's ragged batch, and hidden is the model's width.
 
@@ -292,9 +274,6 @@ class Ops(KeepsWeights, Protocol):
 
     @property
     def compiler(self) -> Compiler | None: ...  # cuda
-
-    @property
-    def sampler(self) -> FusedSampler | None: ...  # native
 
     # Embeddings, norms and elementwise
 
@@ -483,11 +462,24 @@ class Ops(KeepsWeights, Protocol):
 
     # Samples and decode steps that the device prepares by itself
 
-    def largest_gap(self, logits: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
-        """The largest logit's column, and how far it stands above the rest, up to 'widest'."""
+    def sample(
+        self,
+        logits: Tensor,  # float32 [rows, columns]
+        floats: Tensor | None,  # float32 [3 * rows]: temperature (0: greedy), min_p, top_p; None: all rows are greedy
+        integers: Tensor | None,  # int64 [3 * rows]: top_k (0: off), seed, position
+        ids: Tensor | None = None,  # int64 [columns]: the id of each column; None: its number
+    ) -> Tensor:  # int64 [rows]
+        """The column each row takes: its largest, or the one it draws from what its filters leave."""
 
-    def best_gap(self, scores: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
-        """The best score's column, and how far it stands above the second best, up to 'widest'."""
+    def sample_sure(
+        self, logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float
+    ) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
+        """`sample`, and how far what a row takes stands above the rest, up to 'widest'.
+
+        A greedy row's gap is its largest logit less the logsumexp of the others that come within 'widest' of it: the
+        logit of its probability. A drawn row's gap is that between its two best scores: logits over temperature plus
+        noise.
+        """
 
     def cut_drafts(
         self,

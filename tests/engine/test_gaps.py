@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Draws, drawn_scores, ids_of, pick, pick_sure
+from sparkdraft.engine.sampler import Draws, ids_of, pick, pick_sure
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.ops import WIDEST, Ops
+from sparkdraft.kernels.reference.sampling import scores
 
 COLUMNS = 1000
 OPS = [reference] + ([] if native.unavailable_reason() else [native])
@@ -37,13 +38,18 @@ def test_ids_are_those_that_the_sampler_picks(ops: Ops, kind: str, subset: bool)
     ids = torch.randperm(5000, generator=torch.Generator().manual_seed(2))[:COLUMNS] if subset else None
     sure = pick_sure(ops, logits.clone(), draws, ids)
     assert sure.ids.tolist() == pick(ops, logits.clone(), draws, ids).tolist()
-    columns, gaps = reference.largest_gap(logits, WIDEST)
+    top, columns = logits.max(-1)
+    others = logits.scatter(1, columns.unsqueeze(1), float("-inf"))
+    gaps = top - others.masked_fill(others < top.unsqueeze(1) - WIDEST, float("-inf")).logsumexp(-1)
     if draws:
-        drawn, drawn_gaps = reference.best_gap(drawn_scores(logits, draws, ids), WIDEST)
+        best = scores(logits, *draws, ids).topk(2)
         greedy = draws.floats.view(3, -1)[0] == 0
-        columns, gaps = columns.where(greedy, drawn), gaps.where(greedy, drawn_gaps)
+        columns, gaps = (
+            columns.where(greedy, best.indices[:, 0]),
+            gaps.where(greedy, best.values[:, 0] - best.values[:, 1]),
+        )
     assert sure.ids.tolist() == ids_of(columns, ids).tolist()
-    torch.testing.assert_close(sure.gaps, gaps, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(sure.gaps, gaps.clamp(max=WIDEST), atol=2e-4, rtol=2e-4)
     assert sure.gaps.min() < 1 and len({round(gap, 3) for gap in sure.gaps.tolist()}) > 20
 
 
@@ -51,7 +57,10 @@ def test_a_greedy_gap_is_the_logit_of_the_probability() -> None:
     logits = torch.randn(5, 50)  # all of them within WIDEST of each other
     chance = logits.softmax(-1).amax(-1)
     torch.testing.assert_close(
-        reference.largest_gap(logits, WIDEST)[1], torch.log(chance / (1 - chance)), atol=1e-4, rtol=1e-4
+        reference.sample_sure(logits, None, None, None, WIDEST)[1],
+        torch.log(chance / (1 - chance)),
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 

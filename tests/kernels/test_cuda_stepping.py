@@ -23,7 +23,6 @@ from sparkdraft.kernels.ops import SILU, WIDEST, AttentionParams, AttentionView,
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch
 from tests.kernels.ahead_of_time import empty as made
 from tests.kernels.triton_device import (
-    DEVICE,
     DTYPES,
     INTERPRET,
     assert_close,
@@ -215,22 +214,6 @@ def test_drafts_are_cut_as_the_reference_cuts_them(depth: int) -> None:
         assert len(set(expected.tolist())) > 1, "some are cut"
 
 
-@gpu
-@pytest.mark.parametrize("vocab", [40, 3000, 40000])
-def test_the_largest_and_its_gap(vocab: int) -> None:
-    torch.manual_seed(vocab)
-    logits = (randn(6, vocab + 5) * torch.linspace(0.1, 6, 6, device=DEVICE).unsqueeze(1))[:, :vocab]
-    logits[0, 7] = 50.0
-    logits[1, 3] = logits[1, 9] = 60.0  # equal ones: the first, and no gap
-    for got, expected in (
-        (cuda.largest_gap(logits, WIDEST), reference.largest_gap(logits, WIDEST)),
-        (cuda.best_gap(logits, WIDEST), reference.best_gap(logits, WIDEST)),
-    ):
-        assert got[0].tolist() == logits.argmax(-1).tolist() and got[0].dtype == torch.int64
-        torch.testing.assert_close(got[1], expected[1], atol=1e-4, rtol=1e-4)
-        assert got[1][1].item() == pytest.approx(0.0, abs=1e-5) and got[1][0].item() == WIDEST
-
-
 @gpu_only
 @pytest.mark.parametrize("rows", [1, 16])
 def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +303,10 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
         cuda.paged_attention(q, *kept, view, AttentionParams(0.1, True, window, sinks), most)
     cuda.gated(made(seqs * rows, 3072), SILU)
     argmax.argmax(floats(seqs * rows, 40000))
-    cuda.largest_gap(floats(seqs * rows, 40000), WIDEST)
-    cuda.best_gap(floats(seqs * rows, 40000), WIDEST)
+    drawn = floats(3 * seqs * rows), ints(3 * seqs * rows).long()
+    cuda.sample(floats(seqs * rows, 40000), *drawn)
+    cuda.sample_sure(floats(seqs * rows, 40000), *drawn, ints(40000).long(), WIDEST)
+    cuda.sample_sure(floats(seqs * rows, 40000), None, None, None, WIDEST)
     cuda.store_aux(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.store_aux(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)
     state = lanes[2], lanes[0], lanes[1], lanes[3], packed, stamp

@@ -45,5 +45,5 @@ def test_the_table_names_every_operator_and_files_that_exist() -> None:
             named.update(re.findall(r"`(\w+)`", cells[0]))
             for backend, cell in zip(("reference", "native", "cuda"), cells[1:], strict=True):
                 missing += [f"{backend}/{file}" for file in re.findall(r"`(.+?)`", cell)]
-    assert named == {*OPERATORS, "Graph", "sampler", "compiler"}
+    assert named == {*OPERATORS, "Graph", "compiler"}
     assert [each for each in missing if not (folder / each).exists()] == []

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Draws, allowed, pick
+from sparkdraft.engine.sampler import Draws, pick
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.ops import Ops
+from sparkdraft.kernels.reference.sampling import allowed
 
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler here")
 PARAMS = [
@@ -62,7 +63,7 @@ def test_ties_with_the_last_survivor_survive() -> None:
     assert set(drawn.tolist()) == set(range(10))
     draws = Draws.of([request], [0], CPU)
     assert draws
-    kept = allowed(logits[:1], draws)
+    kept = allowed(logits[:1], *draws)
     assert int(torch.isfinite(kept).sum()) == 10
 
 

@@ -22,6 +22,7 @@ from sparkdraft.kernels.ops import (
     Routing,
 )
 from sparkdraft.kernels.reference.recurrent import causal_conv, delta_rule, find_states, gated_norm
+from sparkdraft.kernels.reference.sampling import sample, sample_sure
 from sparkdraft.kernels.reference.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
 from sparkdraft.kernels.reference.turboquant import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer
@@ -29,7 +30,7 @@ from sparkdraft.weights.linear import ExpertLinear, Linear, ToFloats, keep_float
 from sparkdraft.weights.quant.stored import Stored
 
 NAME = "reference"
-Graph = compiler = sampler = None
+Graph = compiler = None
 
 
 keep_matrix, keep_experts = keep_floats, keep_float_experts  # whatever the file holds
@@ -247,20 +248,6 @@ def tq_rope_write(
     value heads it is the compressed cache's `rope_queries`, and nothing is written."""
     q, k, v = make_qkv(qkv, args)
     tq_write(layer, k, v, slots, q)
-
-
-def largest_gap(logits: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
-    """The gap is the logit of the largest probability: the largest logit less the logarithm of the sum of the others'
-    exponentials, of those that come within 'widest' of it."""
-    top, columns = logits.max(-1)
-    near = logits.masked_fill(logits < top.unsqueeze(1) - widest, float("-inf"))
-    others = near.scatter(1, columns.unsqueeze(1), float("-inf")).logsumexp(-1)
-    return columns, (top - others).clamp(max=widest)
-
-
-def best_gap(scores: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
-    found = scores.topk(2)
-    return found.indices[:, 0], (found.values[:, 0] - found.values[:, 1]).clamp(max=widest)
 
 
 def paged_attention(
