@@ -8,7 +8,7 @@ Log-probabilities are the model's own, before any of this.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from sparkdraft.core import Request, TokenLogprob
 from sparkdraft.engine.accept import checked
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.ops import WIDEST, Ops
+from sparkdraft.kernels.ops import IN_PROMPT, WIDEST, LogitEdits, Ops
 from sparkdraft.text.grammar import GrammarState, Mask
 
 # Per byte of a mask: the upper bounds of its eight ids. Taking a minimum needs a quarter of the time of an indexed
@@ -42,15 +42,6 @@ class SampleRow(NamedTuple):
     @property
     def position(self) -> int:
         return self.request.num_tokens + len(self.ahead)
-
-
-@dataclass(slots=True)
-class Tallies:
-    """What penalties need, on the device; kept only for requests with penalties."""
-
-    prompt: Tensor  # bool [vocab]: ids that occur in the prompt
-    output: Tensor  # int32 [vocab]: how often each id was committed
-    num_output: int = 0  # output ids counted so far
 
 
 @dataclass(slots=True)
@@ -93,75 +84,118 @@ class Draws(NamedTuple):
         return cls(*tensors)
 
 
+class EditTables:
+    """What requests ask of their logits (ops.LogitEdits), on the device: a slot for each request that asks."""
+
+    def __init__(self, vocab_size: int, eos_ids: frozenset[int], device: torch.device) -> None:
+        self._vocab_size, self._eos_ids, self._device = vocab_size, eos_ids, device
+        self._slots: dict[Request, int] = {}
+        self._counted: dict[Request, int] = {}  # output ids that are in the counts, of requests with penalties
+        self._free: list[int] = []
+        self._counts, self._biased, self._until = (self._table(width, torch.int32) for width in (vocab_size, 0, 0))
+        self._penalties, self._bias = (self._table(width, torch.float32) for width in (3, 0))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def of(self, rows: Sequence[SampleRow]) -> LogitEdits | None:
+        """The edits of a step's rows; None if no request asks for any."""
+        slots = [self._slot(row.request) for row in rows]
+        if max(slots) < 0:
+            return None
+        self._count({row.request for row in rows})
+        positions = [row.position for row in rows]
+        table = [
+            slots,
+            positions,
+            [row.ahead[-1] if row.ahead else 0 for row in rows],
+            [len(row.ahead) for row in rows],
+        ]
+        numbers = torch.tensor(table, dtype=torch.int32).to(self._device)
+        return LogitEdits(*numbers, self._counts, self._penalties, self._biased, self._bias, self._until)
+
+    def forget(self, request: Request) -> None:
+        self._counted.pop(request, None)
+        if request in self._slots:
+            self._free.append(self._slots.pop(request))
+
+    def _slot(self, request: Request) -> int:
+        """The request's slot, whose tables are written when it is first asked for; -1 if it asks for nothing."""
+        if request in self._slots:
+            return self._slots[request]
+        params = request.params
+        excluded = {*self._eos_ids, *params.stop_ids} if params.min_tokens and not params.grammar else set()
+        if not (params.has_penalties or params.logit_bias or excluded):
+            return -1
+        biased = sorted({*params.logit_bias, *excluded})
+        self._make_room(len(biased))
+        slot = self._slots[request] = self._free.pop()
+        until = request.num_prompt + params.min_tokens
+        self._biased[slot].fill_(-1)
+        self._biased[slot, : len(biased)] = torch.tensor(biased, dtype=torch.int32)
+        self._bias[slot, : len(biased)] = torch.tensor([params.logit_bias.get(each, 0.0) for each in biased])
+        self._until[slot, : len(biased)] = torch.tensor([until * (each in excluded) for each in biased]).int()
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._penalties[slot] = torch.tensor(penalties)
+        if params.has_penalties:
+            self._counts[slot].zero_()
+            self._counts[slot, torch.tensor(request.prompt_ids, device=self._device)] = IN_PROMPT
+            self._counted[request] = 0
+        return slot
+
+    def _count(self, requests: Collection[Request]) -> None:
+        """Count what these requests have written since they were last here."""
+        places = []
+        for request in requests:
+            if request in self._counted:
+                start = self._slots[request] * self._vocab_size
+                places += [start + each for each in request.output_ids[self._counted[request] :]]
+                self._counted[request] = len(request.output_ids)
+        if places:
+            index = torch.tensor(places, device=self._device)
+            self._counts.view(-1).index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
+
+    def _make_room(self, width: int) -> None:
+        """Tables with a free slot and room for so many biased ids; they grow to twice their size."""
+        num_slots, most = self._biased.shape
+        rows = num_slots if self._free else max(2 * num_slots, 1)
+        columns = most if width <= most else 1 << (width - 1).bit_length()
+        if (rows, columns) == (num_slots, most):
+            return
+        self._free += range(num_slots, rows)
+        widths = {"_counts": self._vocab_size, "_penalties": 3, "_biased": columns, "_bias": columns, "_until": columns}
+        for name, width in widths.items():
+            old = getattr(self, name)
+            new = self._table(width, old.dtype, rows)
+            new[:num_slots, : old.shape[1]] = old
+            setattr(self, name, new)
+
+    def _table(self, width: int, dtype: torch.dtype, rows: int = 0) -> Tensor:
+        return torch.full((rows, width), -1 if dtype == torch.int32 else 0, dtype=dtype, device=self._device)
+
+
 class Sampler:
     def __init__(self, vocab_size: int, eos_ids: frozenset[int], device: torch.device, ops: Ops = reference) -> None:
         self.vocab_size = vocab_size
         self.ops = ops
         self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self.device = device
-        self._tallies: dict[Request, Tallies] = {}
-        self._biases: dict[Request, tuple[Tensor, Tensor]] = {}
+        self.edits = EditTables(vocab_size, self.eos_ids, device)
 
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """Sample an id from each row of 'logits' (float32 [rows, vocab], which is edited in place)."""
         if takes_likeliest(rows):
             return Sampled(checked(logits, pick(self.ops, logits, None)), {})
         logprobs = self._raw_logprobs(logits, rows)
-        for index, row in enumerate(rows):
-            self._edit(logits, index, row)
+        if edits := self.edits.of(rows):
+            self.ops.edit_logits(logits, edits)
         if any(r.grammar for r in rows):
             self._constrain(logits, rows)
         draws = Draws.of([r.request for r in rows], [r.position for r in rows], logits.device)
         return Sampled(checked(logits, pick(self.ops, logits, draws)), logprobs)
 
     def forget(self, request: Request) -> None:
-        self._tallies.pop(request, None)
-        self._biases.pop(request, None)
-
-    # ---- penalties and biases
-
-    def _edit(self, logits: Tensor, index: int, row: SampleRow) -> None:
-        params = row.request.params
-        if params.has_penalties:
-            self._penalise(logits[index], row)
-        if params.logit_bias:
-            ids, values = self._bias(row.request)
-            logits[index, ids] += values
-        if row.num_output < params.min_tokens and not row.grammar:
-            ends = torch.tensor([*self.eos_ids, *params.stop_ids], dtype=torch.long, device=self.device)
-            logits[index, ends] = float("-inf")
-
-    def _penalise(self, logits: Tensor, row: SampleRow) -> None:
-        params, tallies = row.request.params, self._tally(row.request)
-        output = tallies.output
-        if row.ahead:
-            output = output.index_add(0, self._column(row.ahead), torch.ones_like(self._column(row.ahead)).int())
-        seen = tallies.prompt | (output > 0)
-        factor = params.repetition_penalty
-        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits))
-        logits -= params.frequency_penalty * output + params.presence_penalty * (output > 0)
-
-    def _bias(self, request: Request) -> tuple[Tensor, Tensor]:
-        """The request's biases on the device, sent there once."""
-        if request not in self._biases:
-            bias = request.params.logit_bias
-            self._biases[request] = self._column(list(bias)), self._column(list(bias.values()))
-        return self._biases[request]
-
-    def _tally(self, request: Request) -> Tallies:
-        """The request's counts, updated with its committed output."""
-        tallies = self._tallies.get(request)
-        if tallies is None:
-            prompt = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-            prompt[torch.tensor(request.prompt_ids, device=self.device)] = True
-            output = torch.zeros(self.vocab_size, dtype=torch.int32, device=self.device)
-            tallies = self._tallies[request] = Tallies(prompt, output)
-        fresh = request.output_ids[tallies.num_output :]
-        if fresh:
-            index = torch.tensor(fresh, device=self.device)
-            tallies.output.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
-            tallies.num_output = len(request.output_ids)
-        return tallies
+        self.edits.forget(request)
 
     # ---- grammars
 
@@ -190,11 +224,6 @@ class Sampler:
         for token in {*self.eos_ids, *(params.stop_ids if short else ())}:
             open_mask[token // 8] &= 255 ^ (1 << token % 8)
         return open_mask if open_mask.any() else mask
-
-    # ---- the parts
-
-    def _column(self, values: Sequence[float | int | bool]) -> Tensor:  # [rows]
-        return torch.tensor(values, device=self.device)
 
     def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
         wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}

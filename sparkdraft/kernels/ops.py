@@ -195,6 +195,23 @@ class PackedRows(NamedTuple):
     places: Tensor  # int32 [seqs, width]: the row of each column of each lane
 
 
+IN_PROMPT = 1 << 30  # stands in LogitEdits.counts beside how often an id was written
+
+
+class LogitEdits(NamedTuple):
+    """What requests ask of their logits before anything is drawn; the tables have a row per request slot."""
+
+    slots: Tensor  # int32 [rows]: the slot of each row's request; negative: the row stays as it is
+    positions: Tensor  # int32 [rows]: of the sampled id
+    ids: Tensor  # int32 [rows]: the token of each row
+    ahead: Tensor  # int32 [rows]: drafts before the sampled id: the tokens of this many rows, up to this one
+    counts: Tensor  # int32 [slots, columns]: how often each id was written, and IN_PROMPT
+    penalties: Tensor  # float32 [slots, 3]: repetition (1: off), presence and frequency
+    biased: Tensor  # int32 [slots, most]: different ids; negative: none
+    bias: Tensor  # float32 [slots, most]: what is added to the logit
+    until: Tensor  # int32 [slots, most]: below this position the id is excluded instead
+
+
 # What a model uses, to report which of it has tuned tiles
 
 
@@ -461,6 +478,9 @@ class Ops(KeepsWeights, Protocol):
         """rms_norm of each head, times silu(gate), both in float32; gain: [dim]."""
 
     # Samples and decode steps that the device prepares by itself
+
+    def edit_logits(self, logits: Tensor, edits: LogitEdits) -> None:  # float32 [rows, columns], in place
+        """Applies penalties, which count the drafts before a row too, then biases and excluded ids."""
 
     def sample(
         self,

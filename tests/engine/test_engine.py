@@ -92,7 +92,7 @@ def test_any_interleaving_of_add_abort_and_step_frees_everything(data: st.DataOb
             engine.abort(data.draw(st.sampled_from(sorted(engine._by_id))))
     drain(engine)
     assert engine.pool.num_free == blocks
-    assert not engine._outputs and not engine._by_id and not engine.sampler._tallies
+    assert not engine._outputs and not engine._by_id and not len(engine.sampler.edits)
 
 
 @pytest.mark.parametrize("max_step_tokens", [1, 2, 3, 7, 19, 64])

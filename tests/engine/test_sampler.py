@@ -160,7 +160,7 @@ def test_counts_follow_the_output_and_are_forgotten() -> None:
         assert ids[0] not in made.output_ids, step
         made.output_ids += ids
     sampler.forget(made)
-    assert not sampler._tallies
+    assert not len(sampler.edits)
 
 
 def test_bias_and_min_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Filters and draws in Triton against the torch reference: on a GPU, or few rows under TRITON_INTERPRET=1."""
+"""Edits, filters and draws in Triton against the torch reference: on a GPU, or few rows under TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparkdraft.engine.sampler import Draws
 from sparkdraft.kernels import cuda, reference
 from sparkdraft.kernels.cuda.sampling import sample as kernel
 from sparkdraft.kernels.ops import WIDEST
-from tests.kernels.test_sampling import PARAMS
+from tests.kernels.test_sampling import PARAMS, random_edits
 from tests.kernels.triton_device import DEVICE, INTERPRET, gpu
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -93,3 +93,14 @@ def test_rows_without_a_finite_logit_stay_inside(value: float) -> None:
     taken = cuda.sample(logits, *draws)
     assert int(taken.min()) >= 0 and int(taken.max()) < 64
     assert not bool((logits.gather(1, taken.unsqueeze(1)).isfinite()).any())
+
+
+@gpu
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_edits_are_those_of_the_definition(columns: int) -> None:
+    edits, logits = random_edits(columns, DEVICE), torch.randn(6, columns, device=DEVICE)
+    expected, found = logits.clone(), logits.clone()
+    reference.edit_logits(expected, edits)
+    cuda.edit_logits(found, edits)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found[3], logits[3])

@@ -1,4 +1,4 @@
-"""The CPU's sampling kernel against the definition: filters of engine/sampler.py, noise of kernels/noise.py."""
+"""The CPU's sampling kernels against the definition: kernels/reference/sampling.py, noise of kernels/noise.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.sampler import Draws, pick
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.ops import Ops
+from sparkdraft.kernels.ops import IN_PROMPT, LogitEdits, Ops
 from sparkdraft.kernels.reference.sampling import allowed
 
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler here")
@@ -106,3 +106,37 @@ def test_the_rows_of_a_request_follow_each_other() -> None:
     alone = Draws.of([r for r in requests for _ in range(4)], positions, CPU)
     assert together and alone
     assert torch.equal(together.floats, alone.floats) and torch.equal(together.integers, alone.integers)
+
+
+def random_edits(columns: int, device: str = "cpu") -> LogitEdits:
+    """Of six rows: three of one request behind each other, a row of none, one with biases alone, one of all."""
+
+    def ints(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    counts = torch.randint(0, 3, (3, columns), generator=torch.Generator().manual_seed(columns)).int()
+    counts[:, ::3] = 0
+    counts[:, 1::4] += IN_PROMPT
+    last = columns - 1
+    return LogitEdits(
+        slots=ints([2, 2, 2, -1, 0, 1]),
+        positions=ints([7, 8, 9, 3, 4, 5]),
+        ids=ints([0, 3, 3, 1, 1, 0]),
+        ahead=ints([0, 1, 2, 0, 0, 0]),
+        counts=counts.to(device),
+        penalties=torch.tensor([[1, 0, 0], [1.3, 0.5, -0.2], [0.7, 1.5, 0.1]], device=device),
+        biased=ints([[0, last, 2], [1, -1, -1], [last, 2, -1]]),
+        bias=torch.tensor([[1.5, 0, -4], [-100, 9, 9], [0.5, 0, 9]], device=device),
+        until=ints([[0, 4, 5], [0, 9, 9], [0, 9, 99]]),
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [5, 64, 1003])
+def test_edits_are_those_of_the_definition(columns: int) -> None:
+    edits, logits = random_edits(columns), torch.randn(6, columns, generator=torch.Generator().manual_seed(1))
+    expected, found = logits.clone(), logits.clone()
+    reference.edit_logits(expected, edits)
+    native.edit_logits(found, edits)
+    assert torch.equal(found, expected) and torch.equal(found[3], logits[3])
+    assert found[:2, 2].isneginf().all() and found[4].isinf().sum() == 1 and found[4, 0] == logits[4, 0] + 1.5

@@ -29,7 +29,7 @@ from sparkdraft.kernels.native.leveled import keep_matrix, keep_table
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
 from sparkdraft.kernels.native.packed import FloatLinear, PackedLinear, keep_float_matrix, place
 from sparkdraft.kernels.native.recurrent import causal_conv, delta_rule, find_states, gated_norm, sigmoid_gate
-from sparkdraft.kernels.native.sampling import sample, sample_sure
+from sparkdraft.kernels.native.sampling import edit_logits, sample, sample_sure
 from sparkdraft.kernels.ops import Activation, AttentionParams, AttentionView, Norm, Normed, RopeArgs, Routing
 from sparkdraft.kernels.reference import (
     accept_drafts,

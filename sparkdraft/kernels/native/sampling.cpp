@@ -16,6 +16,7 @@ constexpr uint64_t SEED = uint64_t(-7046029254386353131), POSITION = uint64_t(-4
 constexpr uint64_t ID = uint64_t(-2643881736870682267);
 constexpr int UNIFORM_BITS = 23;
 constexpr float LARGEST = 16.635533f, LN2 = 0.69314718f;
+constexpr int32_t IN_PROMPT = 1 << 30;  // in a table of counts
 constexpr int64_t STRIP = 16;  // columns that are looked at together
 
 uint32_t noise_bits(uint64_t x) {
@@ -197,6 +198,37 @@ Taken sample(const Row& row, std::vector<float>& weights, std::vector<float>& sc
 }  // namespace
 
 extern "C" {
+
+// ops.LogitEdits: penalties, which count the drafts before a row, then biases and excluded ids.
+void sd_edit_logits(float* logits, int64_t stride, int64_t rows, int64_t columns, const int32_t* slots,
+                    const int32_t* positions, const int32_t* ids, const int32_t* ahead, const int32_t* counts,
+                    const float* penalties, const int32_t* biased, const float* bias, const int32_t* until,
+                    int64_t most) {
+    pool::parallel_ranges(rows, double(rows * columns) * 4, 1, [&](int64_t begin, int64_t end) {
+        std::vector<int32_t> table;
+        for (int64_t r = begin; r < end; ++r) {
+            const int64_t slot = slots[r];
+            if (slot < 0) continue;
+            float* x = logits + r * stride;
+            const float repetition = penalties[3 * slot], presence = penalties[3 * slot + 1];
+            const float frequency = penalties[3 * slot + 2];
+            if (repetition != 1 || presence != 0 || frequency != 0) {
+                table.assign(counts + slot * columns, counts + (slot + 1) * columns);
+                for (int64_t k = 0; k < ahead[r]; ++k) table[ids[r - k]] += 1;
+                for (int64_t v = 0; v < columns; ++v) {
+                    if (table[v] == 0) continue;
+                    const int32_t output = table[v] % IN_PROMPT;
+                    const float seen = x[v] > 0 ? x[v] / repetition : x[v] * repetition;
+                    x[v] = seen - (frequency * float(output) + presence * float(output > 0));
+                }
+            }
+            for (int64_t k = slot * most; k < (slot + 1) * most; ++k) {
+                if (biased[k] < 0) continue;
+                x[biased[k]] = positions[r] < until[k] ? -INFINITY : x[biased[k]] + bias[k];
+            }
+        }
+    });
+}
 
 // The column that each row takes: the one it draws, or at temperature 0 the first of its largest. floats [3, rows] are
 // temperature, min_p and top_p, integers [3, rows] top_k, seed and position. ids: what columns stand for, or null for

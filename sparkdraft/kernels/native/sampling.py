@@ -1,4 +1,4 @@
-"""Filters and draws in C++: noise that cannot matter is not computed."""
+"""Edits, filters and draws in C++: noise that cannot matter is not computed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.native.library import c
+from sparkdraft.kernels.ops import LogitEdits
 from sparkdraft.kernels.reference.sampling import argmax
+
+
+def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
+    assert logits.stride(1) == 1 and all(table.is_contiguous() for table in edits)
+    (rows, columns), most = logits.shape, edits.biased.shape[1]
+    places = [table.data_ptr() for table in edits]
+    c.sd_edit_logits(logits.data_ptr(), logits.stride(0), rows, columns, *places, most)
 
 
 def sample(logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Filters and draws in plain torch: which id each row of logits takes, and how sure that choice is.
+"""Sampling in plain torch: what requests change about their logits, which id each row takes, and how sure that is.
 
 top_k, top_p and min_p each give a smallest probability that survives: one comparison applies all three. The noise of a
 draw depends on (seed, position, id) alone (kernels/noise.py).
@@ -11,6 +11,24 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.noise import gumbel
+from sparkdraft.kernels.ops import IN_PROMPT, LogitEdits
+
+
+def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
+    slots, ahead, positions = (part.tolist() for part in (edits.slots, edits.ahead, edits.positions))
+    for row, (x, slot) in enumerate(zip(logits, slots, strict=True)):
+        if slot < 0:
+            continue
+        repetition, presence, frequency = edits.penalties[slot].tolist()
+        if (repetition, presence, frequency) != (1, 0, 0):
+            drafts = edits.ids[row + 1 - ahead[row] : row + 1].long()
+            counts = edits.counts[slot].index_add(0, drafts, torch.ones_like(drafts, dtype=torch.int32))
+            output = counts % IN_PROMPT
+            x.copy_(torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x))
+            x -= frequency * output + presence * (output > 0)
+        some = edits.biased[slot] >= 0
+        ids, excluded = edits.biased[slot][some].long(), positions[row] < edits.until[slot][some]
+        x[ids] = torch.where(excluded, float("-inf"), x[ids] + edits.bias[slot][some])
 
 
 def sample(logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None = None) -> Tensor:
