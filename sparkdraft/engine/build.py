@@ -111,10 +111,10 @@ def build_engine(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # give back the memory that only loading needed
     runner = Runner(model, kv, plan, device, drafter.caps.aux_layers if drafter else ())
-    sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
+    sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops, plan.max_seqs)
     overlap = None
     if plan.graphs and plan.device == "cuda":
-        overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts)
+        overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts, sampler.edits)
     return Engine(plan, runner, sampler, tokenizer, drafting, overlap, groups, fallbacks, counts)
 
 

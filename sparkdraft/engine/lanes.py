@@ -25,8 +25,8 @@ from sparkdraft.drafters.base import Anchors, CommittedRows, Score
 from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws, ids_of, pick, pick_sure
-from sparkdraft.kernels.ops import AttentionView, CutTerms, PackedRows
+from sparkdraft.engine.sampler import Draws, EditTables, ids_of, pick, pick_sure
+from sparkdraft.kernels.ops import AttentionView, CutTerms, LogitEdits, PackedRows
 from sparkdraft.models.common.blocks import Step
 
 
@@ -46,19 +46,27 @@ class StepKind(NamedTuple):
     seqs: int
     depth: int
     draws: bool  # whether any lane samples, with whatever filters
+    edits: bool = False  # whether any lane asks for penalties, biases or a least length
 
 
 class Lanes:
     def __init__(
-        self, runner: Runner, proposer: Proposer | None, ring: int, device: torch.device, cuts: bool = False
+        self,
+        runner: Runner,
+        proposer: Proposer | None,
+        ring: int,
+        device: torch.device,
+        cuts: bool = False,
+        edits: EditTables | None = None,
     ) -> None:
         """ring: the number of plain steps whose hidden states are kept for a drafter that does not see them at once.
-        cuts: whether blocks of drafts are cut."""
+        cuts: whether blocks of drafts are cut. edits: what requests ask of their logits."""
         plan = runner.plan
         self.runner, self.plan, self.device = runner, plan, device
         self.drafter = proposer.drafter if proposer else None
         self.chain = proposer is not None and proposer.chain
         self.given: Given | None = None
+        self.edits = edits
         lanes, max_blocks = plan.max_seqs, -(-plan.max_model_len // plan.block_size)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -66,6 +74,7 @@ class Lanes:
 
         self.token, self.length, self.observed, self.most = (integers(lanes) for _ in range(4))
         self.tables = integers(lanes, max_blocks)
+        self.edit_slots = integers(lanes)  # of each lane, in the tables of 'edits'; -1: none
         # The sampling parameters of each lane, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
         self.floats, self.integers = torch.zeros(3, lanes, device=device), integers(2, lanes, dtype=torch.int64)
         aux_shape = runner.aux_hidden.shape[1:]
@@ -114,6 +123,8 @@ class Lanes:
         given = self.given.accepted(seqs, depth) if self.given else None
         result, kept_slots = ops.accept_drafts(drafts, samples, kept, length, token, observed, rows, self._stamp, given)
         accepted = result[:, depth + 1]
+        if kind.edits:
+            self._count_committed(result[:, : depth + 1], accepted)
         if self.drafter and at_once:
             assert aux_hidden is not None
             following = samples if self.chain else None  # the id after a committed row is that row's sample
@@ -201,10 +212,29 @@ class Lanes:
     def _sample(self, kind: StepKind, residual: Tensor, rows: PackedRows) -> Tensor:  # int32 [rows]
         """The target's own ids, after each row."""
         model = self.runner.model
-        if not kind.draws:
+        if not kind.draws and not kind.edits:
             return model.likeliest(residual).int()
-        draws = self._draws(kind, rows.lanes, rows.positions + 1)
-        return pick(model.ops, model.logits(residual), draws).int()
+        logits, draws = model.logits(residual), None
+        if kind.edits:
+            model.ops.edit_logits(logits, self._edits(rows))
+        if kind.draws:
+            draws = self._draws(kind, rows.lanes, rows.positions + 1)
+        return pick(model.ops, logits, draws).int()
+
+    def _edits(self, rows: PackedRows) -> LogitEdits:
+        assert self.edits is not None
+        lanes = rows.lanes.long()
+        slots = self.edit_slots[lanes].where(rows.slots >= 0, -1)
+        ahead = rows.positions - (self.length[lanes] - 1)
+        return LogitEdits(slots, rows.positions + 1, rows.ids, ahead, self.edits.tables)
+
+    def _count_committed(self, samples: Tensor, accepted: Tensor) -> None:
+        """Count the ids that a step has committed: of each lane the accepted drafts and the sample behind them."""
+        assert self.edits is not None
+        slots, width = self.edit_slots[: len(samples)].unsqueeze(1), samples.shape[1]
+        counts = (self._count(width) <= accepted.unsqueeze(1)) & (slots >= 0)
+        index = slots.clamp(min=0).long() * self.edits.vocab_size + samples.clamp(min=0)
+        self.edits.tables.counts.view(-1).index_add_(0, index.flatten(), counts.flatten().int())
 
     def _draws(self, kind: StepKind, lane: Tensor, positions: Tensor) -> Draws:
         """The parameters of rows: the lane of each, and the position of the id that it samples."""

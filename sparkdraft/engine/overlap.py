@@ -22,7 +22,7 @@ from sparkdraft.engine.graphs import Graphs, gpu_sizes
 from sparkdraft.engine.lanes import Lanes, StepKind
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws
+from sparkdraft.engine.sampler import Draws, EditTables
 
 RING = 16  # plain steps after which the drafter observes their rows
 AHEAD = 2  # launched steps that are unread, at most: one runs, one waits for it
@@ -70,10 +70,12 @@ class OverlappedSteps:
         device: torch.device,
         depths: Sequence[int],
         cuts: bool = False,
+        edits: EditTables | None = None,
     ) -> None:
         """depths: the depths at which steps are recorded. A step of another depth runs at the next larger one.
-        cuts: whether the device cuts blocks of drafts."""
-        self.lanes = Lanes(runner, proposer, RING, device, cuts)
+        cuts: whether the device cuts blocks of drafts. edits: of the sampler; without them, requests that ask for
+        penalties or biases end the overlap."""
+        self.lanes = Lanes(runner, proposer, RING, device, cuts, edits)
         self.requests: list[Request] = []  # per lane
         self.step_seconds = 0.0  # time of the step read last; 0 if it says nothing about the next step of its kind
         self.verify_seconds = 0.0  # and the part of it after drafting; 0 if it is not known
@@ -82,7 +84,7 @@ class OverlappedSteps:
         self._num_waiting = 0  # plain steps whose rows the drafter has not observed
         self._num_blocks: list[int] = []  # per lane, the number of blocks that the device knows
         self._most: list[int] = []
-        self._draws = False
+        self._draws = self._edits = False
         self._read_at = 0.0
         if proposer:
             # the device's tables name all blocks of a request, so no rows may be missing
@@ -104,11 +106,12 @@ class OverlappedSteps:
         """Whether its steps do not need the host, and everything that launched steps may write fits into its
         context."""
         params, plan = request.params, self._runner.plan
-        plain = not (params.has_penalties or params.logit_bias or params.grammar) and params.logprobs is None
+        plain = not params.grammar and params.logprobs is None
+        if self.lanes.edits is None:
+            plain = plain and not (params.has_penalties or params.logit_bias or params.min_tokens)
         room = request.num_tokens + self.max_unread_ids + self.reach(depth) <= plan.max_model_len
         # The step that writes a request's first id is the host's: other texts of the same prompt begin with it.
-        begun = len(request.output_ids) >= max(params.min_tokens, 1)
-        return plain and room and begun and (not self._proposer or self._proposer.knows(request))
+        return plain and room and bool(request.output_ids) and (not self._proposer or self._proposer.knows(request))
 
     def reach(self, depth: int) -> int:
         """Positions, from the anchor on, that a step of this depth writes."""
@@ -133,7 +136,7 @@ class OverlappedSteps:
         self._send(depths)
         if terms:
             self.lanes.terms[: len(terms)].copy_(self._staged(terms, torch.float32), non_blocking=True)
-        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws)
+        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._edits)
         usual = self._steps is None or kind in self._steps
         if not usual:
             self._read_at = 0.0  # it keeps the host from reading the step before in time
@@ -163,6 +166,9 @@ class OverlappedSteps:
         if self._proposer and self.lanes.chain:
             for request, hidden in zip(self.requests, self.lanes.hidden, strict=False):
                 self._proposer.resume(request, hidden)
+        if self.lanes.edits is not None:
+            for request in self.requests:
+                self.lanes.edits.counted(request)
         self.requests, self._read_at = [], 0.0
 
     def abandon(self) -> None:
@@ -209,6 +215,9 @@ class OverlappedSteps:
             kept.copy_(values)  # in place, because recordings know them by their address
         draws = Draws.of(requests, anchors, device)
         self._draws = draws is not None
+        slots = lanes.edits.slots(requests) if lanes.edits is not None else None
+        self._edits = slots is not None
+        lanes.edit_slots.copy_(torch.tensor([*(slots or [-1] * len(requests)), *(-1 for _ in spare)]))
         if draws:
             lanes.floats[:, : len(requests)] = draws.floats.view(3, -1)
             # without positions, which the device keeps itself

@@ -8,7 +8,7 @@ Log-probabilities are the model's own, before any of this.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdraft.core import Request, TokenLogprob
+from sparkdraft.core import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request, TokenLogprob
 from sparkdraft.engine.accept import checked
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.ops import IN_PROMPT, WIDEST, LogitEdits, Ops
+from sparkdraft.kernels.ops import IN_PROMPT, WIDEST, EditedSlots, LogitEdits, Ops
 from sparkdraft.text.grammar import GrammarState, Mask
 
 # Per byte of a mask: the upper bounds of its eight ids. Taking a minimum needs a quarter of the time of an indexed
@@ -85,102 +85,125 @@ class Draws(NamedTuple):
 
 
 class EditTables:
-    """What requests ask of their logits (ops.LogitEdits), on the device: a slot for each request that asks."""
+    """What requests ask of their logits (ops.LogitEdits), on the device: a slot for each request that asks.
 
-    def __init__(self, vocab_size: int, eos_ids: frozenset[int], device: torch.device) -> None:
-        self._vocab_size, self._eos_ids, self._device = vocab_size, eos_ids, device
+    The tables have one size and address for good, because captured steps read and count in them.
+    """
+
+    def __init__(self, max_seqs: int, vocab_size: int, eos_ids: frozenset[int], device: torch.device) -> None:
+        self.vocab_size, self._eos_ids, self._device = vocab_size, eos_ids, device
+        self._most = MAX_LOGIT_BIAS + MAX_STOP_IDS + len(eos_ids)
         self._slots: dict[Request, int] = {}
+        self._free = list(range(max_seqs))
         self._counted: dict[Request, int] = {}  # output ids that are in the counts, of requests with penalties
-        self._free: list[int] = []
-        self._counts, self._biased, self._until = (self._table(width, torch.int32) for width in (vocab_size, 0, 0))
-        self._penalties, self._bias = (self._table(width, torch.float32) for width in (3, 0))
+        self._tables: EditedSlots | None = None  # made for the first request that asks
 
-    def __len__(self) -> int:
+    @property
+    def num_held(self) -> int:
         return len(self._slots)
+
+    @property
+    def tables(self) -> EditedSlots:
+        if self._tables is None:
+            num_slots = len(self._free) + len(self._slots)
+
+            def made(width: int, dtype: torch.dtype) -> Tensor:
+                return torch.zeros((num_slots, width), dtype=dtype, device=self._device)
+
+            biased, bias, until = (made(self._most, dtype) for dtype in (torch.int32, torch.float32, torch.int32))
+            counts, penalties = made(self.vocab_size, torch.int32), made(3, torch.float32)
+            self._tables = EditedSlots(counts, penalties, biased, bias, until)
+        return self._tables
 
     def of(self, rows: Sequence[SampleRow]) -> LogitEdits | None:
         """The edits of a step's rows; None if no request asks for any."""
-        slots = [self._slot(row.request) for row in rows]
-        if max(slots) < 0:
+        found = self.slots(list(dict.fromkeys(row.request for row in rows)))
+        if found is None:
             return None
-        self._count({row.request for row in rows})
-        positions = [row.position for row in rows]
-        table = [
-            slots,
-            positions,
-            [row.ahead[-1] if row.ahead else 0 for row in rows],
-            [len(row.ahead) for row in rows],
-        ]
-        numbers = torch.tensor(table, dtype=torch.int32).to(self._device)
-        return LogitEdits(*numbers, self._counts, self._penalties, self._biased, self._bias, self._until)
+        ids = [row.ahead[-1] if row.ahead else 0 for row in rows]  # the first token of a request precedes its drafts
+        numbers = [[self._slots.get(row.request, -1) for row in rows], [row.position for row in rows], ids]
+        numbers.append([len(row.ahead) for row in rows])
+        slots, positions, tokens, ahead = torch.tensor(numbers, dtype=torch.int32).to(self._device)
+        return LogitEdits(slots, positions, tokens, ahead, self.tables)
+
+    def slots(self, requests: Sequence[Request]) -> list[int] | None:
+        """The slot of each request, whose tables are up to date with its output; -1 if it asks for nothing, None if
+        none asks."""
+        asking = [request for request in requests if self._asks(request)]
+        if not asking:
+            return None
+        missing = sum(request not in self._slots for request in asking) - len(self._free)
+        for request in [each for each in self._slots if each not in requests][: max(missing, 0)]:
+            self.forget(request)  # it was preempted
+        for request in asking:
+            if request not in self._slots:
+                self._write(request)
+        self._count(asking)
+        return [self._slots.get(request, -1) for request in requests]
+
+    def counted(self, request: Request) -> None:
+        """The device has counted all of its output by itself."""
+        if request in self._counted:
+            self._counted[request] = len(request.output_ids)
 
     def forget(self, request: Request) -> None:
         self._counted.pop(request, None)
         if request in self._slots:
             self._free.append(self._slots.pop(request))
 
-    def _slot(self, request: Request) -> int:
-        """The request's slot, whose tables are written when it is first asked for; -1 if it asks for nothing."""
-        if request in self._slots:
-            return self._slots[request]
+    def _asks(self, request: Request) -> bool:
         params = request.params
-        excluded = {*self._eos_ids, *params.stop_ids} if params.min_tokens and not params.grammar else set()
-        if not (params.has_penalties or params.logit_bias or excluded):
-            return -1
-        biased = sorted({*params.logit_bias, *excluded})
-        self._make_room(len(biased))
-        slot = self._slots[request] = self._free.pop()
-        until = request.num_prompt + params.min_tokens
-        self._biased[slot].fill_(-1)
-        self._biased[slot, : len(biased)] = torch.tensor(biased, dtype=torch.int32)
-        self._bias[slot, : len(biased)] = torch.tensor([params.logit_bias.get(each, 0.0) for each in biased])
-        self._until[slot, : len(biased)] = torch.tensor([until * (each in excluded) for each in biased]).int()
-        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        self._penalties[slot] = torch.tensor(penalties)
-        if params.has_penalties:
-            self._counts[slot].zero_()
-            self._counts[slot, torch.tensor(request.prompt_ids, device=self._device)] = IN_PROMPT
-            self._counted[request] = 0
-        return slot
+        return bool(params.has_penalties or params.logit_bias or self._excluded(request))
 
-    def _count(self, requests: Collection[Request]) -> None:
+    def _excluded(self, request: Request) -> set[int]:
+        """Ids that may not be written before min_tokens; a grammar's masks see to it themselves."""
+        params = request.params
+        return {*self._eos_ids, *params.stop_ids} if params.min_tokens and not params.grammar else set()
+
+    def _write(self, request: Request) -> None:
+        params, excluded, tables = request.params, self._excluded(request), self.tables
+        slot = self._slots[request] = self._free.pop()
+        biased, until = sorted({*params.logit_bias, *excluded}), request.num_prompt + params.min_tokens
+        tables.biased[slot].fill_(-1)
+        tables.biased[slot, : len(biased)] = torch.tensor(biased, dtype=torch.int32, device=self._device)
+        bias = [params.logit_bias.get(each, 0.0) for each in biased]
+        tables.bias[slot, : len(biased)] = torch.tensor(bias, device=self._device)
+        last = [until if each in excluded else 0 for each in biased]
+        tables.until[slot, : len(biased)] = torch.tensor(last, dtype=torch.int32, device=self._device)
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        tables.penalties[slot] = torch.tensor(penalties, device=self._device)
+        if params.has_penalties:
+            tables.counts[slot].zero_()
+            tables.counts[slot, torch.tensor(request.prompt_ids, device=self._device)] = IN_PROMPT
+            self._counted[request] = 0
+
+    def _count(self, requests: Sequence[Request]) -> None:
         """Count what these requests have written since they were last here."""
         places = []
         for request in requests:
             if request in self._counted:
-                start = self._slots[request] * self._vocab_size
+                start = self._slots[request] * self.vocab_size
                 places += [start + each for each in request.output_ids[self._counted[request] :]]
                 self._counted[request] = len(request.output_ids)
         if places:
             index = torch.tensor(places, device=self._device)
-            self._counts.view(-1).index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
-
-    def _make_room(self, width: int) -> None:
-        """Tables with a free slot and room for so many biased ids; they grow to twice their size."""
-        num_slots, most = self._biased.shape
-        rows = num_slots if self._free else max(2 * num_slots, 1)
-        columns = most if width <= most else 1 << (width - 1).bit_length()
-        if (rows, columns) == (num_slots, most):
-            return
-        self._free += range(num_slots, rows)
-        widths = {"_counts": self._vocab_size, "_penalties": 3, "_biased": columns, "_bias": columns, "_until": columns}
-        for name, width in widths.items():
-            old = getattr(self, name)
-            new = self._table(width, old.dtype, rows)
-            new[:num_slots, : old.shape[1]] = old
-            setattr(self, name, new)
-
-    def _table(self, width: int, dtype: torch.dtype, rows: int = 0) -> Tensor:
-        return torch.full((rows, width), -1 if dtype == torch.int32 else 0, dtype=dtype, device=self._device)
+            self.tables.counts.view(-1).index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, eos_ids: frozenset[int], device: torch.device, ops: Ops = reference) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        device: torch.device,
+        ops: Ops = reference,
+        max_seqs: int = 1,
+    ) -> None:
         self.vocab_size = vocab_size
         self.ops = ops
         self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self.device = device
-        self.edits = EditTables(vocab_size, self.eos_ids, device)
+        self.edits = EditTables(max_seqs, vocab_size, self.eos_ids, device)
 
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """Sample an id from each row of 'logits' (float32 [rows, vocab], which is edited in place)."""

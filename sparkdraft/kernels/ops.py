@@ -195,21 +195,27 @@ class PackedRows(NamedTuple):
     places: Tensor  # int32 [seqs, width]: the row of each column of each lane
 
 
-IN_PROMPT = 1 << 30  # stands in LogitEdits.counts beside how often an id was written
+IN_PROMPT = 1 << 30  # stands in EditedSlots.counts beside how often an id was written
+
+
+class EditedSlots(NamedTuple):
+    """What requests ask of their logits, a row of each table per request slot."""
+
+    counts: Tensor  # int32 [slots, columns]: how often each id was written, and IN_PROMPT
+    penalties: Tensor  # float32 [slots, 3]: repetition (1: off), presence and frequency
+    biased: Tensor  # int32 [slots, most]: different ids, and negative numbers behind them
+    bias: Tensor  # float32 [slots, most]: what is added to the logit
+    until: Tensor  # int32 [slots, most]: below this position the id is excluded instead
 
 
 class LogitEdits(NamedTuple):
-    """What requests ask of their logits before anything is drawn; the tables have a row per request slot."""
+    """How the logits of a step's rows are edited before anything is drawn."""
 
     slots: Tensor  # int32 [rows]: the slot of each row's request; negative: the row stays as it is
     positions: Tensor  # int32 [rows]: of the sampled id
     ids: Tensor  # int32 [rows]: the token of each row
     ahead: Tensor  # int32 [rows]: drafts before the sampled id: the tokens of this many rows, up to this one
-    counts: Tensor  # int32 [slots, columns]: how often each id was written, and IN_PROMPT
-    penalties: Tensor  # float32 [slots, 3]: repetition (1: off), presence and frequency
-    biased: Tensor  # int32 [slots, most]: different ids; negative: none
-    bias: Tensor  # float32 [slots, most]: what is added to the logit
-    until: Tensor  # int32 [slots, most]: below this position the id is excluded instead
+    tables: EditedSlots
 
 
 # What a model uses, to report which of it has tuned tiles

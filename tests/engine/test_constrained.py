@@ -237,7 +237,7 @@ def test_masks_come_last_and_rows_behind_a_broken_draft_stay() -> None:
     state = GRAMMARS.compile(GrammarSpec("regex", "ab[cd]")).start()
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
     rows = [SampleRow(request, [*b"abx"][:i], state) for i in range(4)]
-    sampled = Sampler(VOCAB, frozenset({EOS}), torch.device("cpu"))(logits, rows).ids.tolist()
+    sampled = Sampler(VOCAB, frozenset({EOS}), torch.device("cpu"), max_seqs=4)(logits, rows).ids.tolist()
     assert sampled[:2] == [ord("a"), ord("b")] and sampled[2] in b"cd" and sampled[3] == 5
     assert logits.isfinite().sum(-1).tolist() == [1, 1, 2, VOCAB]
 

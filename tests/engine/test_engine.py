@@ -92,7 +92,7 @@ def test_any_interleaving_of_add_abort_and_step_frees_everything(data: st.DataOb
             engine.abort(data.draw(st.sampled_from(sorted(engine._by_id))))
     drain(engine)
     assert engine.pool.num_free == blocks
-    assert not engine._outputs and not engine._by_id and not len(engine.sampler.edits)
+    assert not engine._outputs and not engine._by_id and engine.sampler.edits.num_held == 0
 
 
 @pytest.mark.parametrize("max_step_tokens", [1, 2, 3, 7, 19, 64])

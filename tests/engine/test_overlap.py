@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ TEXTS = [
 
 def with_overlap(llm: LLM) -> LLM:
     drafting, device = llm.engine.drafting, torch.device(llm.engine.plan.device)
-    llm.engine.overlap = OverlappedSteps(llm.engine.runner, drafting.proposer, device, drafting.choices)
+    llm.engine.overlap = OverlappedSteps(
+        llm.engine.runner, drafting.proposer, device, drafting.choices, edits=llm.engine.sampler.edits
+    )
     return llm
 
 
@@ -151,7 +154,8 @@ def test_recordings_do_not_multiply_with_what_clients_ask_for(
                 max_tokens=2, num_draft=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
             )
             overlapped.generate(TEXTS[:1], asked)
-    assert len(kinds) == 4, "greedy, temperature alone, top_p or min_p, and those with top_k"
+            overlapped.generate(TEXTS[:1], replace(asked, presence_penalty=0.5, logit_bias={3: 1.0}))
+    assert len(kinds) == 4, "greedy or drawn, with or without edits"
 
 
 def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
@@ -214,6 +218,25 @@ def test_who_needs_the_host_ends_the_overlap_and_changes_nothing(
     params = [SamplingParams(**kind) for kind in kinds]
     assert written(overlapped, params) == written(host, params)
     assert watched and max(watched) < len(kinds)
+
+
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_penalties_biases_and_least_lengths_stay_on_the_device(
+    host: LLM, overlapped: LLM, watched: list[int], num_draft: int
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.3},
+        {"temperature": 0.8, "seed": 5, "presence_penalty": 1.5, "frequency_penalty": 0.4},
+        {"min_tokens": 20, "logit_bias": {2: 100.0}},
+        {"temperature": 0.8, "seed": 6, "top_p": 0.9, "frequency_penalty": -0.3, "logit_bias": {260: -5.0}},
+    ]
+    params = [
+        SamplingParams(max_tokens=30, num_draft=num_draft, ignore_eos=i != 3, **kind) for i, kind in enumerate(kinds)
+    ]
+    for _ in range(2):  # the second time in slots that the first one has used
+        assert written(overlapped, params) == written(host, params)
+    assert max(watched) == len(kinds)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def request(params: SamplingParams, prompt: list[int] | None = None, output: lis
 
 def sample(logits: torch.Tensor, requests: list[Request], eos: frozenset[int] = frozenset()) -> list[int]:
     rows = [SampleRow(r) for r in requests]
-    return Sampler(logits.shape[1], eos, CPU)(logits.clone(), rows).ids.tolist()
+    return Sampler(logits.shape[1], eos, CPU, max_seqs=len(rows))(logits.clone(), rows).ids.tolist()
 
 
 def chances(logits: torch.Tensor, params: SamplingParams, draws: int = 40000, **state: list[int]) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_counts_follow_the_output_and_are_forgotten() -> None:
         assert ids[0] not in made.output_ids, step
         made.output_ids += ids
     sampler.forget(made)
-    assert not len(sampler.edits)
+    assert sampler.edits.num_held == 0
 
 
 def test_bias_and_min_tokens() -> None:

@@ -227,7 +227,7 @@ def fake_engine(
 ) -> Engine:
     plan = fake_plan(**changes)  # type: ignore[arg-type]
     tokenizer = ByteTokenizer()
-    sampler = Sampler(VOCAB, tokenizer.eos_ids, torch.device("cpu"))
+    sampler = Sampler(VOCAB, tokenizer.eos_ids, torch.device("cpu"), max_seqs=plan.max_seqs)
     drafting = Drafting(plan.max_model_len, block, ngram, spec, depths=depths)  # type: ignore[arg-type]
     runner, groups = FakeRunner(plan), list(more_groups)
     if (coded := plan.coded) and runner.pages:

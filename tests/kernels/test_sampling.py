@@ -8,7 +8,7 @@ import torch
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.sampler import Draws, pick
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.ops import IN_PROMPT, LogitEdits, Ops
+from sparkdraft.kernels.ops import IN_PROMPT, EditedSlots, LogitEdits, Ops
 from sparkdraft.kernels.reference.sampling import allowed
 
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler here")
@@ -123,11 +123,13 @@ def random_edits(columns: int, device: str = "cpu") -> LogitEdits:
         positions=ints([7, 8, 9, 3, 4, 5]),
         ids=ints([0, 3, 3, 1, 1, 0]),
         ahead=ints([0, 1, 2, 0, 0, 0]),
-        counts=counts.to(device),
-        penalties=torch.tensor([[1, 0, 0], [1.3, 0.5, -0.2], [0.7, 1.5, 0.1]], device=device),
-        biased=ints([[0, last, 2], [1, -1, -1], [last, 2, -1]]),
-        bias=torch.tensor([[1.5, 0, -4], [-100, 9, 9], [0.5, 0, 9]], device=device),
-        until=ints([[0, 4, 5], [0, 9, 9], [0, 9, 99]]),
+        tables=EditedSlots(
+            counts=counts.to(device),
+            penalties=torch.tensor([[1, 0, 0], [1.3, 0.5, -0.2], [0.7, 1.5, 0.1]], device=device),
+            biased=ints([[0, last, 2], [1, -1, -1], [last, 2, -1]]),
+            bias=torch.tensor([[1.5, 0, -4], [-100, 9, 9], [0.5, 0, 9]], device=device),
+            until=ints([[0, 4, 5], [0, 9, 9], [0, 9, 99]]),
+        ),
     )
 
 

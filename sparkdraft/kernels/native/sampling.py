@@ -11,9 +11,10 @@ from sparkdraft.kernels.reference.sampling import argmax
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
-    assert logits.stride(1) == 1 and all(table.is_contiguous() for table in edits)
-    (rows, columns), most = logits.shape, edits.biased.shape[1]
-    places = [table.data_ptr() for table in edits]
+    tensors = [*edits[:-1], *edits.tables]
+    assert logits.stride(1) == 1 and all(tensor.is_contiguous() for tensor in tensors)
+    (rows, columns), most = logits.shape, edits.tables.biased.shape[1]
+    places = [tensor.data_ptr() for tensor in tensors]
     c.sd_edit_logits(logits.data_ptr(), logits.stride(0), rows, columns, *places, most)
 
 

@@ -15,20 +15,21 @@ from sparkdraft.kernels.ops import IN_PROMPT, LogitEdits
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
+    tables = edits.tables
     slots, ahead, positions = (part.tolist() for part in (edits.slots, edits.ahead, edits.positions))
     for row, (x, slot) in enumerate(zip(logits, slots, strict=True)):
         if slot < 0:
             continue
-        repetition, presence, frequency = edits.penalties[slot].tolist()
+        repetition, presence, frequency = tables.penalties[slot].tolist()
         if (repetition, presence, frequency) != (1, 0, 0):
             drafts = edits.ids[row + 1 - ahead[row] : row + 1].long()
-            counts = edits.counts[slot].index_add(0, drafts, torch.ones_like(drafts, dtype=torch.int32))
+            counts = tables.counts[slot].index_add(0, drafts, torch.ones_like(drafts, dtype=torch.int32))
             output = counts % IN_PROMPT
             x.copy_(torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x))
             x -= frequency * output + presence * (output > 0)
-        some = edits.biased[slot] >= 0
-        ids, excluded = edits.biased[slot][some].long(), positions[row] < edits.until[slot][some]
-        x[ids] = torch.where(excluded, float("-inf"), x[ids] + edits.bias[slot][some])
+        some = tables.biased[slot] >= 0
+        ids, excluded = tables.biased[slot][some].long(), positions[row] < tables.until[slot][some]
+        x[ids] = torch.where(excluded, float("-inf"), x[ids] + tables.bias[slot][some])
 
 
 def sample(logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None = None) -> Tensor:

@@ -135,7 +135,7 @@ class SyntheticSampler(Sampler):
     def install(engine: Engine) -> SyntheticSampler:
         """Replace the engine's sampler."""
         old = engine.sampler
-        new = engine.sampler = SyntheticSampler(old.vocab_size, old.eos_ids, old.device, old.ops)
+        new = engine.sampler = SyntheticSampler(old.vocab_size, old.eos_ids, old.device, old.ops, engine.plan.max_seqs)
         new.stop()
         if engine.drafting.proposer:
             engine.drafting.proposer.given_gaps = lambda works: new.gaps(works, engine.scheduler.running)

@@ -61,17 +61,16 @@ def _bias(
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
-    rows, columns = logits.shape
-    assert logits.stride(1) == 1 and all(table.is_contiguous() for table in edits)
+    (rows, columns), tables = logits.shape, edits.tables
+    assert logits.stride(1) == 1 and all(tensor.is_contiguous() for tensor in (*edits[:-1], *tables))
     if not rows:
         return
     run(
-        _penalise, (rows, PARTS), logits, edits.slots, edits.ids, edits.ahead, edits.counts, edits.penalties,
+        _penalise, (rows, PARTS), logits, edits.slots, edits.ids, edits.ahead, tables.counts, tables.penalties,
         logits.stride(0), columns, PARTS=PARTS, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    most = edits.biased.shape[1]
-    if most:
-        run(
-            _bias, (rows,), logits, edits.slots, edits.positions, edits.biased, edits.bias, edits.until,
-            logits.stride(0), most, MOST=triton.next_power_of_2(most), num_warps=4,
-        )  # fmt: skip
+    most = tables.biased.shape[1]
+    run(
+        _bias, (rows,), logits, edits.slots, edits.positions, tables.biased, tables.bias, tables.until,
+        logits.stride(0), most, MOST=triton.next_power_of_2(most), num_warps=4,
+    )  # fmt: skip

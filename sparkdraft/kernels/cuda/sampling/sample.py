@@ -253,16 +253,18 @@ def _sample(
     top_ids, best_ids = torch.empty((2, rows, PARTS), dtype=torch.int32, device=device)
     stride, cut = logits.stride(0), {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4}
     run(_largest_of_part, (rows, PARTS), logits, tops, top_ids, stride, columns, **cut)
-    draws = floats is not None and integers is not None
     states = sums = tops  # not read where nothing draws
     search = cut | {"STEPS": STEPS, "WIDTH": WIDTH}
-    if draws:
+    draws = floats is not None and integers is not None
+    if floats is not None and integers is not None:
         floats, integers = floats.contiguous(), integers.contiguous()
         states = torch.empty((2, rows, WIDTH), dtype=torch.float32, device=device)
         sums = torch.empty((2, rows, PARTS, STEPS), dtype=torch.float32, device=device)
         for number in range(ROUNDS):
-            arguments = (logits, tops, floats, integers, states, sums, stride, columns, rows)
-            run(_narrow, (rows, PARTS), *arguments, ROUND=number and 2 - number % 2, **search)
+            run(
+                _narrow, (rows, PARTS), logits, tops, floats, integers, states, sums, stride, columns, rows,
+                ROUND=number and 2 - number % 2, **search,
+            )  # fmt: skip
     sure = widest is not None
     run(
         _draw_of_part, (rows, PARTS), logits, tops, top_ids, floats if draws else tops, integers if draws else tops,
