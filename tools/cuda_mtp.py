@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.drafters.base import Anchors, CommittedRows, Score
+from sparkdraft.drafters.base import Anchors, CommittedRows, DraftBuild, Score
 from sparkdraft.drafters.mtp import MAX_DEPTH, MtpConfig, MtpHead
 from sparkdraft.kernels import cuda, reference
 from sparkdraft.kernels.ops import Ops
@@ -70,7 +70,8 @@ class Case:
         kv = DenseKV(config.model.attention, streams * blocks, BLOCK, DTYPE, DEVICE, ops)
         nobody = SimpleNamespace(embedding=None, head=None)  # the head's tables are its own
         load = Loader(source, DEVICE, DTYPE, ops)
-        head = config.build(load, ops, nobody, kv, blocks * BLOCK, streams)  # type: ignore[arg-type]
+        given = DraftBuild(load, ops, nobody, kv, blocks * BLOCK, streams)  # type: ignore[arg-type]
+        head = config.build(given)
         rng = torch.Generator().manual_seed(1)
         vocab, hidden = config.model.vocab_size, config.model.hidden_size
         order = torch.randperm(streams * blocks, generator=rng).int().view(streams, blocks)

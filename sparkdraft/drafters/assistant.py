@@ -20,6 +20,7 @@ from sparkdraft.core import UserError
 from sparkdraft.drafters.base import (
     Anchors,
     CommittedRows,
+    DraftBuild,
     DraftBytes,
     DrafterCaps,
     DrafterKind,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparkdraft.cache.formats import KVCache
-    from sparkdraft.cache.formats.dense import DenseKV
     from sparkdraft.cache.layered import CacheReader
     from sparkdraft.models.common.blocks import Decoder
     from sparkdraft.models.common.sandwich import SandwichLayer
@@ -174,23 +174,15 @@ class AssistantConfig:
             sizes[f"model.layers.{i}.layer_scalar"] = (1,)
         return sizes
 
-    def build(
-        self,
-        load: Loader,
-        ops: Ops,
-        target: Decoder,
-        kv: DenseKV,
-        context: int,
-        max_seqs: int,
-        ids: Tensor | None = None,
-    ) -> Assistant:
-        """kv: has no layers. `read_from` must be called before the first draft."""
+    def build(self, given: DraftBuild) -> Assistant:
+        """`read_from` must be called before the first draft."""
         import torch
 
         from sparkdraft.models.common.blocks import Attention, load_norm
         from sparkdraft.models.common.rope import RopeTables
         from sparkdraft.models.common.sandwich import SandwichLayer, load_dense
 
+        load, ops, target, _, context, max_seqs, ids = given
         model, wide, ropes = self.model, self.target_hidden_size, RopeTables(context, load.device)
         joins = (
             load.linear({"pre_projection": model.hidden_size}, 2 * wide),

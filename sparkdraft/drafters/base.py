@@ -95,6 +95,18 @@ class DrafterCaps:
         return self.stored.kept(itemsize) if self.stored and on_gpu else int(self.num_weights * itemsize)
 
 
+class DraftBuild(NamedTuple):
+    """The surroundings of a drafter that is loaded."""
+
+    load: Loader
+    ops: Ops
+    target: Decoder
+    kv: DenseKV  # shaped as the caps say
+    context: int  # an upper limit, as is the next
+    max_seqs: int
+    ids: Tensor | None = None  # int64, ascending: the only ids to be drafted, in place of the file's; None: the file's
+
+
 class DraftConfig(Protocol):
     """A drafter's config as its file reads it."""
 
@@ -117,18 +129,7 @@ class DraftConfig(Protocol):
     def tensor_shapes(self) -> Shapes:
         """The tensors of a file that matches this config; benchmarks fill them with random numbers."""
 
-    def build(
-        self,
-        load: Loader,
-        ops: Ops,
-        target: Decoder,
-        kv: DenseKV,
-        context: int,
-        max_seqs: int,
-        ids: Tensor | None = None,
-    ) -> Drafter:
-        """Load the drafter. kv: shaped as the caps say. context, max_seqs: upper limits. ids: int64, ascending: the
-        only ids to be drafted, in place of those that the file names; None: as the file says."""
+    def build(self, given: DraftBuild) -> Drafter: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from sparkdraft.core import UserError
 from sparkdraft.drafters.base import (
     Anchors,
     CommittedRows,
+    DraftBuild,
     DraftBytes,
     DrafterCaps,
     DrafterKind,
@@ -156,19 +157,11 @@ class DFlashConfig:
         }
         return sizes | layer_shapes(self.model, "")
 
-    def build(
-        self,
-        load: Loader,
-        ops: Ops,
-        target: Decoder,
-        kv: DenseKV,
-        context: int,
-        max_seqs: int,
-        ids: Tensor | None = None,
-    ) -> DFlash:
+    def build(self, given: DraftBuild) -> DFlash:
         from sparkdraft.models.common.blocks import Attention, DecoderLayer, GatedMLP, load_norm
         from sparkdraft.models.common.rope import RopeTables
 
+        load, ops, target, kv, context, max_seqs, ids = given
         prefix, model = _prefix(load), self.model
         fc = load.linear({f"{prefix}fc": model.hidden_size}, len(self.aux_layers) * self.target_hidden_size)
         hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")

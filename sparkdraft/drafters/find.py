@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.drafters import pairs
-from sparkdraft.drafters.base import DraftConfig, DrafterCaps, DrafterKind, InTarget, kinds
+from sparkdraft.drafters.base import DraftBuild, DraftConfig, DrafterCaps, DrafterKind, InTarget, kinds
 from sparkdraft.drafters.vocabulary import read_ids
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
@@ -86,7 +86,7 @@ class DraftSource:
         import torch
 
         ids = None if self.ids is None else torch.tensor(self.ids, dtype=torch.int64, device=load.device)
-        return self.config.build(load, ops, target, kv, context, max_seqs, ids)
+        return self.config.build(DraftBuild(load, ops, target, kv, context, max_seqs, ids))
 
 
 def find_drafter(name: str, target: ModelConfig) -> DraftSource:

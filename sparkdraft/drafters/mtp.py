@@ -23,6 +23,7 @@ from sparkdraft.core import UserError
 from sparkdraft.drafters.base import (
     Anchors,
     CommittedRows,
+    DraftBuild,
     DraftBytes,
     DrafterCaps,
     DrafterKind,
@@ -44,9 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparkdraft.cache.formats.dense import DenseKV
-    from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer
+    from sparkdraft.models.common.blocks import Attention, DecoderLayer
     from sparkdraft.weights.linear import Linear
-    from sparkdraft.weights.loader import Loader
     from sparkdraft.weights.quant.stored import Stored
 
 MTP = "mtp"  # what a user calls it, and statistics too
@@ -170,20 +170,12 @@ class MtpConfig:
     def among(self, number: int, names: Collection[str] = ()) -> MtpConfig:
         return replace(self, draft_vocab_size=number if number < self.model.vocab_size else 0)
 
-    def build(
-        self,
-        load: Loader,
-        ops: Ops,
-        target: Decoder,
-        kv: DenseKV,
-        context: int,
-        max_seqs: int,
-        ids: Tensor | None = None,
-    ) -> MtpHead:
+    def build(self, given: DraftBuild) -> MtpHead:
         from sparkdraft.models.common.blocks import Attention, DecoderLayer, GatedMLP, load_norm
         from sparkdraft.models.common.experts import load_experts
         from sparkdraft.models.common.rope import RopeTables
 
+        load, ops, target, kv, context, max_seqs, ids = given
         load.ignore(name for name in load.source.names() if not name.startswith(self.prefix))  # the target's
         model, prefix, layer = self.model, self.prefix, f"{self.prefix}layers.0"
         hidden, spec = model.hidden_size, self.attention

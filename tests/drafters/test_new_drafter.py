@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.drafters.base import (
     REGISTERED,
     Anchors,
     CommittedRows,
+    DraftBuild,
     DraftBytes,
     DrafterCaps,
     DrafterKind,
@@ -34,11 +34,8 @@ from sparkdraft.drafters.base import (
     must_fit,
     register,
 )
-from sparkdraft.kernels.ops import Ops
-from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.config import FINAL, ModelConfig
 from sparkdraft.weights.linear import Linear
-from sparkdraft.weights.loader import Loader
 
 MAX_DEPTH, LENGTH = 3, 24
 PROMPTS = [[5, 9, 17, 33, 5, 9, 17], [40, 41, 42, 43]]
@@ -63,18 +60,10 @@ class BigramConfig:
     def tensor_shapes(self) -> Shapes:
         return {"table": (self.vocab_size, self.vocab_size)}
 
-    def build(
-        self,
-        load: Loader,
-        ops: Ops,
-        target: Decoder,
-        kv: DenseKV,
-        context: int,
-        max_seqs: int,
-        ids: Tensor | None = None,
-    ) -> Bigram:
-        made = Bigram(self, load.floats("table", (self.vocab_size, self.vocab_size)), max_seqs)
-        load.finish()
+    def build(self, given: DraftBuild) -> Bigram:
+        table = given.load.floats("table", (self.vocab_size, self.vocab_size))
+        made = Bigram(self, table, given.max_seqs)
+        given.load.finish()
         return made
 
 

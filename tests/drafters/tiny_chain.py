@@ -27,6 +27,7 @@ from sparkdraft.core import UserError
 from sparkdraft.drafters.base import (
     Anchors,
     CommittedRows,
+    DraftBuild,
     DraftBytes,
     DrafterCaps,
     DrafterKind,
@@ -66,17 +67,8 @@ class TinyChainConfig:
     def tensor_shapes(self) -> Shapes:
         raise NotImplementedError
 
-    def build(
-        self,
-        load: Loader,
-        ops: Ops,
-        target: Decoder,
-        kv: DenseKV,
-        context: int,
-        max_seqs: int,
-        ids: Tensor | None = None,
-    ) -> TinyChain:
-        return TinyChain(self, load, ops, target, kv, context, max_seqs)
+    def build(self, given: DraftBuild) -> TinyChain:
+        return TinyChain(self, *given[:-1])
 
 
 class TinyChain:

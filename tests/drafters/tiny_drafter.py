@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.drafters.base import CommittedRows
+from sparkdraft.drafters.base import CommittedRows, DraftBuild
 from sparkdraft.drafters.dflash import DFlash, DFlashConfig, DraftBlock
 from sparkdraft.drafters.find import open_drafter
 from sparkdraft.kernels.ops import AttentionView
@@ -129,7 +129,7 @@ class DraftHarness:
             cache.fill_(float("nan"))  # what was never written must never be read
         load = Loader(source, self.device, dtype, ops, weights=weights)
         chosen = None if ids is None else torch.tensor(ids, device=self.device)
-        self.drafter: DFlash = draft.build(load, ops, target, self.kv, CONTEXT, max_seqs=8, ids=chosen)
+        self.drafter: DFlash = draft.build(DraftBuild(load, ops, target, self.kv, CONTEXT, 8, chosen))
         self.lengths: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.drafters.assistant import AssistantConfig
-from sparkdraft.drafters.base import Anchors, Score
+from sparkdraft.drafters.base import Anchors, DraftBuild, Score
 from sparkdraft.models.common.config import FINAL
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader
@@ -39,7 +39,7 @@ def passes(target: Path, drafter: Path, kernel: str, device: str) -> tuple[list[
     anchors = Anchors(token, length, table, BLOCK, 256, hidden=hidden)
     load = Loader(source, torch.device(device), torch.float32, ops)
     own = DenseKV((), 1, BLOCK, torch.float32, torch.device(device), ops)
-    made = AssistantConfig.read(source.config).build(load, ops, harness.model, own, 256, 4)
+    made = AssistantConfig.read(source.config).build(DraftBuild(load, ops, harness.model, own, 256, 4))
     made.read_from(harness.kv)
     logits: list[Tensor] = []
     columns: list[Tensor] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from typing import Any, get_args
 
@@ -14,7 +13,7 @@ from pydantic_core.core_schema import ErrorType
 
 from sparkdraft.server.protocol.chat import ChatRequest
 from sparkdraft.server.protocol.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from sparkdraft.server.protocol.validation import ALLOWED, JSON_MISTAKES, ApiError, from_validation, shown
+from sparkdraft.server.protocol.validation import ALLOWED, ApiError, from_validation, shown
 from tests.server.conftest import Live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,16 +35,16 @@ def sent(server: Live, raw: bytes) -> httpx.Response:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (b'{"messages": }', 'at line 1, column 14, where "}" stands, a value is missing.'),
-        (b'{"n": 1,\n}', 'at line 2, column 1, where "}" stands, a field\'s name in double quotes is missing.'),
-        (b'{"n" 1}', "the colon after a field's name is missing."),
-        (b'{"n": 1 "m": 2}', "a comma or a closing bracket is missing."),
-        (b'{"n": 1', "where the body ends, a comma or a closing bracket is missing."),
-        (b"{} {}", "the JSON has ended and more text follows."),
-        (b'{"user": "x', "a string begins that has no closing quote."),
-        (b'{"user": "a\nb"}', "must be escaped, such as a line break."),
-        (b'{"user": "\\x"}', "a backslash does not begin an escape of JSON."),
-        (b'{"user": "\\u12"}', "four hexadecimal digits."),
+        (b'{"messages": }', 'at line 1, column 14, where "}" stands: Expecting value.'),
+        (b'{"n": 1,\n}', 'at line 2, column 1, where "}" stands: Expecting property name'),
+        (b'{"n" 1}', "Expecting ':' delimiter."),
+        (b'{"n": 1 "m": 2}', "Expecting ',' delimiter."),
+        (b'{"n": 1', "where the body ends: Expecting ',' delimiter."),
+        (b"{} {}", "Extra data."),
+        (b'{"user": "x', "Unterminated string."),
+        (b'{"user": "a\nb"}', "Invalid control character."),
+        (b'{"user": "\\x"}', "Invalid \\escape"),
+        (b'{"user": "\\u12"}', "Invalid \\uXXXX escape."),
         (b"\xe9", "not valid UTF-8 at byte 0"),
         (b"[" * 100_000, "nested too deeply"),
         (b"1" * 9999, "a number of more than 4300 digits"),
@@ -54,13 +53,6 @@ def sent(server: Live, raw: bytes) -> httpx.Response:
 def test_a_body_that_is_no_json(echo: Live, raw: bytes, words: str) -> None:
     response = sent(echo, raw)
     assert words in message_of(response) and response.json()["error"]["code"] == "invalid_json"
-
-
-@pytest.mark.parametrize("mistake", ["", "[1", '{"a":"\n"}', '"\\x"', '"\\u12"', "{1", "[1,]", '{"a":1,}', "{} x", '"'])
-def test_every_complaint_of_the_standard_library_has_words(mistake: str) -> None:
-    with pytest.raises(json.JSONDecodeError) as error:
-        json.loads(mistake)
-    assert any(error.value.msg.startswith(start) for start in JSON_MISTAKES), error.value.msg
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"x"', b""])

@@ -51,19 +51,6 @@ def unavailable(message: str, code: str, retry_after: int) -> ApiError:
 
 MAX_SHOWN = 40  # characters of a value that are shown
 MAX_ERRORS = 16  # of pydantic's errors, this many are looked at
-# How the standard library's messages about broken JSON begin, and what they mean.
-JSON_MISTAKES = {
-    "Expecting value": "a value is missing",
-    "Expecting property name": "a field's name in double quotes is missing",
-    "Expecting ':'": "the colon after a field's name is missing",
-    "Expecting ','": "a comma or a closing bracket is missing",
-    "Extra data": "the JSON has ended and more text follows",
-    "Illegal trailing comma": "there is a comma before a closing bracket",
-    "Unterminated string": "a string begins that has no closing quote",
-    "Invalid control character": "a string has a control character that must be escaped, such as a line break",
-    "Invalid \\escape": "a backslash does not begin an escape of JSON",
-    "Invalid \\uXXXX": "\\u is not followed by four hexadecimal digits",
-}
 # Pydantic's types of errors -> what the field must be, with numbers from the error's context.
 ALLOWED = {
     "string_type": "a string",
@@ -106,12 +93,12 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 def broken_json(mistake: str, position: int, text: str) -> ApiError:
     """mistake: the standard library's message. text: the body."""
-    what = next((ours for start, ours in JSON_MISTAKES.items() if mistake.startswith(start)), "it cannot be read")
     line = text.count("\n", 0, position) + 1
     column = position - text.rfind("\n", 0, position)
     rest = text[position : position + MAX_SHOWN // 2]
     stands = f"{json.dumps(rest, ensure_ascii=False)} stands" if rest else "the body ends"
-    sentence = f"The body is not valid JSON: at line {line}, column {column}, where {stands}, {what}."
+    said = mistake.removesuffix(" starting at").removesuffix(" at")
+    sentence = f"The body is not valid JSON at line {line}, column {column}, where {stands}: {said}."
     return ApiError(400, sentence, code="invalid_json")
 
 
