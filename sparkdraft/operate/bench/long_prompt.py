@@ -134,7 +134,8 @@ class _Watch:
 
 def summary(alone: list[float], beside: list[Beside], target: float, prompt_tokens: int) -> dict[str, Any]:
     """Return medians over the runs, and the largest gap of all runs."""
-    before, during = (Gaps([gap for each in kind for gap in each.seconds]) for kind in _both(beside))
+    before = Gaps([gap for each in beside for gap in each.before.seconds])
+    during = Gaps([gap for each in beside for gap in each.during.seconds])
     first_alone, first_beside = statistics.median(alone), statistics.median(each.first for each in beside)
     return {
         "prompt_tokens": prompt_tokens,
@@ -147,7 +148,3 @@ def summary(alone: list[float], beside: list[Beside], target: float, prompt_toke
         "largest_gap_of_target": during.largest / target,
         "median_gap_of_target": during.median / target,
     }
-
-
-def _both(beside: list[Beside]) -> tuple[list[Gaps], list[Gaps]]:
-    return [each.before for each in beside], [each.during for each in beside]

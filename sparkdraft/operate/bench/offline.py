@@ -28,7 +28,6 @@ from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.operate.bench.synthetic import Acceptance, Synthetic
 from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth, wait
 from sparkdraft.plan.memory import MemoryPlan
-from sparkdraft.plan.resolve import Plan
 
 WARM_STEPS = 8  # plain decode steps: they compile kernels and record the one shape
 ROUNDS = 2  # requests per stream in the pass over whole requests
@@ -170,7 +169,18 @@ class Bench:
 
     def check(self, load: Load) -> None:
         """Raise UserError for a load that this engine has no room for."""
-        check_load(self.engine.plan, load, self.engine.drafting.max_depth)
+        plan, context = self.engine.plan, load.prompt_len + self._max_tokens(load)
+        asked = f"{load.streams} streams of {load.prompt_len} tokens and {load.output_len} of output"
+        if context > plan.max_model_len:
+            raise UserError(
+                f"{asked} need a context of {context} tokens; {plan.max_model_len} is the most: ask for less"
+            )
+        if load.streams > plan.max_seqs:
+            raise UserError(f"{asked} do not run at once; {plan.max_seqs} do: raise --max-seqs")
+        room = plan.num_blocks * plan.block_size
+        if load.streams * context > room:
+            need = f"need a KV cache of {load.streams * context} tokens; this one holds {room}"
+            raise UserError(f"{asked} {need}: raise --kv-tokens")
 
     # ---- a pass
 
@@ -202,7 +212,10 @@ class Bench:
         return ids
 
     def _max_tokens(self, load: Load) -> int:
-        return max_tokens(self.engine.plan, load, self.engine.drafting.max_depth)
+        """The output length to ask for: more than is measured, because drafts are dropped near the end of an output."""
+        # that the first stream may write while the last one's prompt still runs
+        head_start = 1 + load.streams * load.prompt_len // max(self.engine.plan.max_step_tokens - load.streams, 1)
+        return load.output_len + head_start + 4 * (self.engine.drafting.max_depth + 1)
 
     def _prompts(self, waiting: set[str]) -> float:
         """Return the seconds until each stream has its first id. No stream drafts meanwhile, because prompts are
@@ -294,27 +307,6 @@ class Bench:
             read["drafter_observes"] = drafted * reads.observe
             read["drafter_kv"] = passes * load.streams * context * reads.kv_per_token
         return read
-
-
-def max_tokens(plan: Plan, load: Load, deepest: int) -> int:
-    """The output length to ask for: more than is measured, because drafts are dropped near the end of an output."""
-    # that the first stream may write while the last one's prompt still runs
-    head_start = 1 + load.streams * load.prompt_len // max(plan.max_step_tokens - load.streams, 1)
-    return load.output_len + head_start + 4 * (deepest + 1)
-
-
-def check_load(plan: Plan, load: Load, deepest: int = 0) -> None:
-    """Raise UserError for a load that an engine of this plan has no room for. deepest: drafts per step."""
-    context = load.prompt_len + max_tokens(plan, load, deepest)
-    asked = f"{load.streams} streams of {load.prompt_len} tokens and {load.output_len} of output"
-    if context > plan.max_model_len:
-        raise UserError(f"{asked} need a context of {context} tokens; {plan.max_model_len} is the most: ask for less")
-    if load.streams > plan.max_seqs:
-        raise UserError(f"{asked} do not run at once; {plan.max_seqs} do: raise --max-seqs")
-    room = plan.num_blocks * plan.block_size
-    if load.streams * context > room:
-        need = f"need a KV cache of {load.streams * context} tokens; this one holds {room}"
-        raise UserError(f"{asked} {need}: raise --kv-tokens")
 
 
 # ---- whole requests

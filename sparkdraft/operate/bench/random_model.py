@@ -23,7 +23,8 @@ from sparkdraft.operate.bench.shapes import DRAFTER_FILES, SHAPES, TARGET_FILES,
 from sparkdraft.plan.weight_formats import drafter_at_load
 from sparkdraft.util.names import spelled
 from sparkdraft.weights.loader import Progress
-from sparkdraft.weights.plane_layout import EMBEDDINGS, CodeForm, StoredBytes, StoredMatrix, count_stored
+from sparkdraft.weights.plane_layout import EMBEDDINGS, StoredBytes, StoredMatrix, count_stored
+from sparkdraft.weights.planes import form_of
 from sparkdraft.weights.quant.formats import find_matrices
 from sparkdraft.weights.quant.stored import Coded, QuantisedExperts, Stored
 
@@ -83,9 +84,9 @@ class RandomCheckpoint:
         *rows, width = self._matrix_shape(name)
         form = None
         if self._form and self._is_coded(name):
-            form = form_of(self._form, width)
+            form = form_of(random_coded(self._form, 1, width, torch.Generator()))
         elif name in self._matrices:
-            form = form_of("mxfp4", width)
+            form = form_of(random_coded("mxfp4", 1, width, torch.Generator()))
         return StoredMatrix(name, prod(rows), width, form)
 
     def _is_coded(self, name: str) -> bool:
@@ -151,17 +152,6 @@ class SilentTokenizer:
 
 SPREAD = 0.02  # standard deviation of the weights, about
 FORMS = ("mxfp4", "int4", "nvfp4", "fp8")
-
-
-def form_of(form: str, width: int) -> CodeForm:
-    """The form of the matrices that `random_coded` makes."""
-    if form == "int4":
-        return CodeForm("int4", 4, _int4_group(width), "f16")
-    return {
-        "mxfp4": CodeForm("e2m1", 4, 32, "e8m0"),
-        "nvfp4": CodeForm("e2m1", 4, 16, "e5m3", row_scale=True),
-        "fp8": CodeForm("e4m3", 8, 0, row_scale=True),
-    }[form]
 
 
 def random_coded(form: str, out: int, width: int, generator: torch.Generator) -> Coded:
