@@ -73,7 +73,7 @@ class Backend(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether step() has something to do or to return."""
+        """True if step() has something to do or to return."""
 
     def compile_grammar(self, spec: GrammarSpec) -> Any:
         """Do the slow part of a grammar in advance; add() gets the result. Raises UserError for a bad grammar."""

@@ -125,7 +125,7 @@ class EngineConfig:
         return cls(**typed, given=frozenset(options))
 
     def is_open(self, name: str) -> bool:
-        """Whether a profile may set this field: nobody has named it."""
+        """True if a profile may set this field: nobody has named it."""
         return name not in self.given and getattr(self, name) == ENGINE_FIELDS[name].default
 
     def chosen(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class TryLater(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """How one part of the engine runs on this machine. (A fallback means that a user got less than was asked for.)"""
+    """One fact about the engine on this machine. (A fallback means that a user got less than was asked for.)"""
 
     name: str
     value: str
@@ -70,7 +70,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Where a user gets less than was asked for or than a file has, or what was chosen for the user, and why."""
+    """Less than was asked for or than a file has, or a choice made for the user, and why."""
 
     name: str
     reason: str
@@ -306,7 +306,7 @@ class Work:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one known token, perhaps with drafts, and not a prompt."""
+        """True if it is one known token, perhaps with drafts, and not a prompt."""
         return self.samples and self.num_known == 1
 
 

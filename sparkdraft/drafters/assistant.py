@@ -77,7 +77,6 @@ class AssistantConfig:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> AssistantConfig:
-        """Raises UserError."""
         unknown = check_keys(config, ONLY, READ)
         text = config.get("text_config")
         if not isinstance(text, Mapping):

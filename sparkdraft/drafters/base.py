@@ -51,7 +51,6 @@ class SeenContext:
     last: int
 
     def kept(self, block_size: int) -> int:
-        """Blocks at the beginning."""
         return -(-self.first // block_size)
 
     def left_out(self, position: int, block_size: int) -> int:
@@ -65,7 +64,7 @@ class SeenContext:
 
 @dataclass(frozen=True, slots=True)
 class DrafterCaps:
-    """What the plan and the engine must know of a drafter before any of its weights are read."""
+    """A drafter's needs, for the plan and the engine, before any of its weights are read."""
 
     name: str  # its name in statistics: "dflash"
     aux_layers: tuple[int, ...]  # target layers whose residual it reads, in this order; FINAL: the final norm's output
@@ -148,7 +147,7 @@ def _refused(*_: object) -> DraftConfig:
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
-    """What a drafter's file declares as KIND."""
+    """The KIND that a drafter's file declares."""
 
     name: str
     recognises: Callable[[Mapping[str, Any]], bool] = lambda config: False  # whether it reads this config.json
@@ -218,7 +217,7 @@ class CommittedRows:
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """Where drafts begin: the last committed id of each sequence, whose own hidden state is not computed yet."""
+    """The last committed id of each sequence, whose own hidden state is not computed yet."""
 
     ids: Tensor  # int32 [seqs]
     length: Tensor  # int32 [seqs]: ids in the tables' blocks, including the anchor; 0: an empty sequence

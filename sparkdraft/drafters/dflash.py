@@ -266,7 +266,7 @@ def _masked(model: ModelConfig, masks: Callable[[int], list[Mask]]) -> ModelConf
 
 
 def _zlab_masks(config: Config, inner: Config, num_layers: int) -> list[Mask]:
-    """Who says whether a block is causal: the config, else dflash_config, else whether the layer slides."""
+    """The config decides whether a block is causal, else dflash_config, else the layer's type."""
     of_block = flag(inner, "causal", where=OWN) if inner.get("causal") is not None else None
     said = flag(config, "is_causal", where=OWN) if config.get("is_causal") is not None else of_block
     if flag(inner, "use_swa", where=OWN):
@@ -299,7 +299,7 @@ def _seen_context(config: Config) -> SeenContext | None:
 
 
 def _one_rope(config: Config) -> Config:
-    """Of rotations per kind of layer, take those of the sliding layers for all, as speculators does."""
+    """Take the rotations of the sliding layers for all, as speculators does."""
     rope = mapping(config, "rope_parameters", OWN)
     return {**config, "rope_parameters": rope["sliding_attention"]} if "sliding_attention" in rope else config
 
@@ -334,7 +334,7 @@ def _ids(config: Config, key: str) -> tuple[int, ...]:
 
 
 def has_table(names: Collection[str], name: str) -> bool:
-    """Whether a file has the table, with a prefix or without. Training's copy of the target's head has another name."""
+    """True if a file has the table, with a prefix or without. Training's copy of the target's head has another name."""
     return any(each == name or each.endswith(f".{name}") for each in names)
 
 
@@ -415,7 +415,6 @@ class DFlash:
         return [self.fc, self.context_kv, *inside, self.ends.head]
 
     def reads(self, depth: int) -> DraftBytes:
-        """The same at any depth."""
         matrices = [matrix for layer in self.layers for matrix in layer.matrices]
         propose = sum(m.nbytes for m in [*matrices, self.ends.head])
         return DraftBytes(propose, self.fc.nbytes + self.context_kv.nbytes, self.kv.bytes_per_token)

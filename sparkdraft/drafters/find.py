@@ -180,7 +180,7 @@ def _drafting_with_own(kind: DrafterKind, place: InTarget, found: pairs.Match | 
 
 
 def _missing(target: pairs.KnownTarget, doubt: str) -> list[str]:
-    """What the user could fetch; empty if there is nothing."""
+    """The drafter that the user could fetch; empty if there is none."""
     if not target.published:
         return []
     best = target.published[0]

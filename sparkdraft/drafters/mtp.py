@@ -137,7 +137,7 @@ class MtpConfig:
         )
 
     def _matrices(self, own_head: bool) -> tuple[tuple[int, int], ...]:
-        """What can be quantised at load: not the router, nor queries, keys and values that are picked by row."""
+        """Matrices to quantise at load: not the router, nor queries, keys and values that are picked by row."""
         hidden, groups = self.model.hidden_size, layer_matrices(self.layer, self.model.hidden_size)
         made, out = groups["attention"]
         inside = [each for name in ("mlp", "experts") for each in groups.get(name, ())]
@@ -213,7 +213,7 @@ def _explained() -> Iterator[None]:
 
 
 def is_target(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a model that may hold a head, not of a drafter made for one."""
+    """True if a config.json is that of a model that may hold a head, not of a drafter made for one."""
     kind = str(config.get("model_type", "")).removesuffix("_text")
     drafts = any("Draft" in name or "Specul" in name for name in listed(config, "architectures", str) or ())
     return kind in HEADS and not drafts and "dflash_config" not in config
@@ -293,7 +293,6 @@ class MtpHead:
         return [self.join.fc, self.context_kv, *inside, self.head]
 
     def reads(self, depth: int) -> DraftBytes:
-        """Of experts, those that one token reaches."""
         from sparkdraft.weights.linear import ExpertLinear
 
         spec, own = self.config.layer.mlp, self.join.fc.nbytes

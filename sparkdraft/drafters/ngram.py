@@ -56,7 +56,7 @@ class NgramIndex:
 
     @property
     def matches(self) -> bool:
-        """Whether the last min_match ids of the text, or more, also occur somewhere before."""
+        """True if the last min_match ids of the text, or more, also occur somewhere before."""
         if self._waiting:
             self._catch_up()
         return self._match_end != NONE
@@ -96,7 +96,7 @@ class NgramIndex:
         self._older.append(older)
 
     def _find(self, position: int, end: int) -> int:
-        """Where the run that ends at this position ended before. end: where the newest run in its bucket ended."""
+        """The earlier end of the run that ends at this position. end: of the newest run in its bucket."""
         if end != NONE:
             run = self._run(position)
             for _ in range(MOST_LINKS):

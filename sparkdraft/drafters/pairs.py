@@ -93,7 +93,7 @@ class KnownTarget:
 
     @property
     def published(self) -> list[KnownDrafter]:
-        """Those with a repository of their own."""
+        """The drafters with a repository of their own."""
         return [drafter for drafter in self.readable if drafter.repo]
 
 
@@ -151,7 +151,7 @@ def check_pair(repo: str, config: ModelConfig) -> None:
 
 
 def _instead(target: KnownTarget) -> str:
-    """What to use instead: a repository, or a name such as mtp for a drafter without one."""
+    """A repository to use instead, or a name such as mtp for a drafter without one."""
     return target.readable[0].repo or f"--drafter {target.readable[0].kind}" if target.readable else "--drafter none"
 
 

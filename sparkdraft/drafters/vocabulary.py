@@ -73,7 +73,6 @@ class IdCounts:
         self._counts[:] = 0
 
     def flush(self) -> None:
-        """Write the counts if any are new."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()

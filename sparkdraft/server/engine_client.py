@@ -372,7 +372,6 @@ class EngineClient:
             self._loop.call_soon_threadsafe(self.leave, id, mailbox)
 
     def leave(self, id: str, mailbox: Mailbox) -> None:
-        """Abort a request that has no reader any more."""
         if self._mailboxes.get(id) is mailbox:
             self._forget(id)
             self._send(messages.Abort(id))
@@ -453,7 +452,7 @@ class TokenStream(AsyncIterator[TokenEvent]):
 
 
 class Pulse:
-    """Whether the engine process still runs, as the API sees it.
+    """True if the engine process still runs, as the API sees it.
 
     The API pings the engine process every BEAT seconds. A thread of that process answers, so a long step does not look
     like a stopped process. Each answer also says which turn the engine's loop is in, so a step that never ends is

@@ -43,8 +43,6 @@ MOST_FAILURES = 8  # failed steps in a row after which the process gives up: the
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A request's grammar is compiled."""
-
     id: str
     work: Future[Any]
 
@@ -108,8 +106,6 @@ class Wire:
 
 
 class EngineLoop:
-    """The loop: take messages, step the backend, send its tokens."""
-
     def __init__(self, backend: Backend, wire: Wire, broken: Collection[str] = ()) -> None:
         """broken: parts that the canary found wrong."""
         self.backend, self.wire, self.broken = backend, wire, broken

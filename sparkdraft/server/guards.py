@@ -1,4 +1,4 @@
-"""What stands before the routes: time-outs and sizes, host names, the API key, and the queue.
+"""Checks before the routes: time-outs and sizes, host names, the API key, and the queue.
 
 The queue is counted here and not in the engine, so that a client is refused before anything it sent is tokenised.
 """
@@ -292,7 +292,6 @@ class Gate:
 
     @property
     def capacity(self) -> int:
-        """Sequences that may run or wait."""
         return self.max_seqs + int(self.max_queue / self.slowdown)
 
     @contextmanager

@@ -142,7 +142,6 @@ _output_fields = attrgetter("request_id", *(f.name for f in fields(TokenEvent)[1
 
 
 def encode(message: Message) -> bytes:
-    """One line, including its end."""
     values = [list(map(_event_fields, message.events))] if isinstance(message, Tokens) else _values(message)
     return _encoder.encode([type(message).__name__, *values]).encode("ascii") + b"\n"
 

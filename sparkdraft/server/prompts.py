@@ -122,7 +122,7 @@ class ModelText:
             raise ApiError(400, f"speculation is {asked}; {limit}: ask for fewer, or leave it out.", "speculation")
 
     def check_length(self, ids: list[int], param: str) -> int:
-        """How many tokens may follow these ids."""
+        """Return the number of tokens that may follow these ids."""
         limit = self.info.max_model_len
         if not ids:
             raise ApiError(400, f"The {_noun(param)} has no tokens; send at least one.", param)
@@ -203,9 +203,9 @@ class ModelText:
     ) -> ChatText:
         """The rendered prompt with tools: shown by the template, or by a text ('instructions') in the system prompt or
         the first user message. opens: it ends where the answer begins."""
-        info = self.info
-        told = {"special": info.special, "variables": variables, "add_generation_prompt": opens}
-        render = partial(chat.prompt_text, self.tokenizer.control, info.chat_template, **told)
+        control, info = self.tokenizer.control, self.info
+        write = partial(chat.prompt_text, control, info.chat_template, special=info.special, variables=variables)
+        render = partial(write, add_generation_prompt=opens)
         if instructions is None:
             return render(messages, tools=tools)
         try:
@@ -271,7 +271,6 @@ def _too_long(param: str, size: str, limit: int) -> ApiError:
 
 
 def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Append a text to the system prompt, or add it as one."""
     first = messages[0]
     if first["role"] in ("system", "developer"):
         return [first | {"content": f"{first['content']}\n\n{text}"}, *messages[1:]]
@@ -279,7 +278,6 @@ def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any
 
 
 def before_first_user(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Put a text in front of the first user message."""
     i = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if i is None:
         return [{"role": "user", "content": text}, *messages]

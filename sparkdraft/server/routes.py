@@ -135,7 +135,6 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """The model under one of its names."""
     service = service_of(request)
     service.check_model(name)
     return _card(service, name)

@@ -55,7 +55,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def http_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
-    """How uvicorn serves here; what is logged, our own middleware logs."""
+    """uvicorn's configuration; our own middleware logs."""
     return uvicorn.Config(
         app,
         http=HttpConnection,

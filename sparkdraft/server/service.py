@@ -59,13 +59,13 @@ class Service:
 
     @property
     def facts(self) -> list[dict[str, str]]:
-        """How the engine runs and how the model's text is read: name, value and reason of each."""
+        """Facts about the engine and the model's text: name, value and reason of each."""
         own = [asdict(fact) for fact in self.text.style.facts] if self.text else []
         return [*(self.client.info.facts if self.client.info else []), *own]
 
     @property
     def canary(self) -> list[dict[str, Any]]:
-        """What the engine's canary found; empty if it is off."""
+        """The findings of the engine's canary; empty if it is off."""
         return self.client.info.canary if self.client.info else []
 
     @property
@@ -84,7 +84,7 @@ class Service:
 
     @property
     def _has_text(self) -> bool:
-        """Whether `text` belongs to this engine and not to an earlier one."""
+        """True if `text` belongs to this engine and not to an earlier one."""
         return self.text is not None and self.text.info is self.client.info
 
     def check_model(self, asked: str | None) -> None:
@@ -184,7 +184,6 @@ def service_of(request: Request) -> Service:
 
 
 def as_api_error(error: EngineError) -> ApiError:
-    """The engine's error as an answer."""
     sentence = as_sentence(error.sentence)
     if isinstance(error, RequestRefused):
         return ApiError(400, sentence)

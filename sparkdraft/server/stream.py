@@ -34,8 +34,6 @@ PING = 2.5  # seconds without an event after which a stream that has begun gets 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that is ready to run."""
-
     answer: Answer
     prompts: Sequence[list[int]]
     params: SamplingParams

@@ -90,7 +90,7 @@ class Memory:
 
 
 def memory_left(root: Path = Path("/")) -> Memory | None:
-    """Of the machine or of the control group, whichever has less left; None where the system does not say."""
+    """The memory of the machine or the control group, whichever has less left; None: not known."""
     found = []
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -179,7 +179,6 @@ class Watchdog:
         self._switched: dict[str, bool] = {}  # parts of that engine, and whether they are on
 
     async def run(self) -> None:
-        """Forever."""
         while True:
             try:
                 await self.look()
@@ -203,7 +202,6 @@ class Watchdog:
         self._react()
 
     def describe(self) -> dict[str, Any]:
-        """For /v1/status."""
         causes = {
             name: {
                 "active": alarm.active,
@@ -227,7 +225,7 @@ class Watchdog:
         return info.plan_facts if info else {}
 
     def _reaction(self, cause: Cause) -> str:
-        """What is done about a cause on this device, in words."""
+        """The reaction to a cause on this device, in words."""
         if cause in MEMORY and self._facts.get("gpu_memory") == "own":
             return OWN_MEMORY
         return UNUSED if cause is MEMORY_LOW and self._facts.get("device") == "cuda" else cause.reaction

@@ -96,7 +96,7 @@ class ControlTokens:
                 yield start + len(core) - size + 1
 
     def _is_middle(self, core: str) -> bool:
-        """Whether the text is an inner part of a control token. Plain words, such as the role in <|user|>, are not."""
+        """True if the text is an inner part of a control token. Plain words, such as the role in <|user|>, are not."""
         inner = 0 < len(core) < self._max_chars and not core.replace("_", "").isalnum()
         return inner and any(core in token for token in self._ids)
 

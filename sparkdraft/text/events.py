@@ -52,7 +52,6 @@ class Parser(Protocol):
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
-    """Join neighbouring events of one kind."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
@@ -113,7 +112,7 @@ class Reader(ABC):
         self.text, self.at = self.text[self.at :], 0
 
     def more(self) -> Reading[bool]:
-        """Wait for text; False if no more will come."""
+        """False if no more text will come."""
         if self.ended:
             return False
         yield

@@ -175,7 +175,7 @@ class GrammarState:
 
     @property
     def finished(self) -> bool:
-        """Whether only the end may follow."""
+        """True if only the end may follow."""
         return self.failed or self._matcher.is_stopped()
 
     def _fill(self, mask: Mask, tail: bytes) -> None:
@@ -378,7 +378,7 @@ class NumberBounds:
 
 
 def _room(tail: bytes) -> int | None:
-    """How many more digits the number at the end of a text may have; None if there is no number."""
+    """Digits that the number at the end of a text may still get; None if there is no number."""
     before = tail.rstrip(DIGITS)
     count = len(tail) - len(before)
     start = tail.rstrip(NUMBER)

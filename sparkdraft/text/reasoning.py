@@ -33,7 +33,7 @@ class ReasoningFormat(ABC):
         """Make the parser of the answer. calls: the model has tools, so the beginning of a call ends open thoughts."""
 
     def is_open(self, prompt: str | None) -> bool:
-        """Whether the answer begins within the thoughts. Without a prompt, judged by the end of the template."""
+        """True if the answer begins within the thoughts. Without a prompt, judged by the end of the template."""
         if prompt is not None:
             return prompt.rstrip().endswith(self.opening)
         _, _, end = self._template.rpartition("add_generation_prompt")

@@ -31,7 +31,7 @@ def interval(rule: Repetition) -> int:
 
 
 def repeats(ids: list[int], rule: Repetition) -> bool:
-    """Whether ids end in a repetition. Ids are searched as bytes for earlier places of the last few, each of which
+    """True if ids end in a repetition. Ids are searched as bytes for earlier places of the last few, each of which
     gives a pattern length to try."""
     shortest = max(rule.min_pattern_size, 1)
     if len(ids) < shortest + _needed(rule, shortest):
@@ -49,7 +49,7 @@ def repeats(ids: list[int], rule: Repetition) -> bool:
 
 
 def _needed(rule: Repetition, size: int) -> int:
-    """How many ids must repeat the id one pattern before."""
+    """The number of ids that must repeat the id one pattern before."""
     return max(rule.min_tokens, (rule.min_count - 1) * size)
 
 
@@ -91,7 +91,7 @@ def loop_start(ids: Sequence[int] | np.ndarray, rule: LoopRule) -> int:
 
 
 def ends_in_loop(recent: Tensor, num_ids: Tensor, rule: LoopRule) -> Tensor:
-    """Whether `find_loops` finds any, per text: bool [texts].
+    """True if `find_loops` finds any, per text: bool [texts].
 
     recent  [texts, max_period + min_repeated]  the last ids of each text; anything may precede a shorter text
     num_ids [texts]                             the length of each text

@@ -23,8 +23,6 @@ NO_THOUGHTS = ("none", "minimal")
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How a model's thinking can be controlled."""
-
     happens: bool  # whether the model thinks at all
     switch: str = ""  # the template's variable that turns it on and off
     default: bool | None = None  # of the switch; None: the template's

@@ -132,8 +132,6 @@ def close() -> None:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a template reads."""
-
     variables: frozenset[str] = frozenset()  # messages, tools, enable_thinking and the like
     looked_for: frozenset[str] = frozenset()  # constants that it compares strings with
     fault: str = ""  # why it can render no chat, with the line of the error

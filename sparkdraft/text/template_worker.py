@@ -77,7 +77,6 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def describe(task: dict[str, Any]) -> dict[str, Any]:
-    """Find what a template reads, and what is wrong with it."""
     found: dict[str, Any] = {"variables": [], "looked_for": [], "fault": _fault(task["template"])}
     if not found["fault"]:
         tree = _environment().parse(task["template"])

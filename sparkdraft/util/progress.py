@@ -46,7 +46,6 @@ class Meter:
         self.done, self.total = done, total
 
     def stage(self, label: str, done: int = 0, total: int = 0) -> None:
-        """Switch to another stage."""
         self.label, self.done, self.total = label, done, total
 
     def resume(self, done: int, total: int, seconds: float) -> None:

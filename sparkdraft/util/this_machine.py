@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 
 def usable_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 # ---- other programs
@@ -34,7 +33,7 @@ class Spent(NamedTuple):
 
 
 def spent() -> Spent | None:
-    """Return the seconds spent so far; None if the system does not say (macOS)."""
+    """Return the seconds spent so far; None if the system does not say."""
     try:
         lines = STAT.read_text().splitlines()
     except OSError:
@@ -53,7 +52,7 @@ class OtherPrograms:
 
     def __init__(self) -> None:
         self.cores = usable_cores()
-        self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        self._load = os.getloadavg()[0]
         self._begin = spent()
 
     @property

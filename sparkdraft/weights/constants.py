@@ -32,7 +32,7 @@ def device_constant(make: Callable[Parameters, Tensor]) -> Callable[Parameters, 
 
 
 def is_captured() -> bool:
-    """Whether a capture is under way, so that launches do not run."""
+    """True if a capture is under way, so that launches do not run."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -248,8 +248,6 @@ def hf_name(name: str) -> str | None:
 
 
 class GgufCheckpoint:
-    """A GGUF file as a Checkpoint."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = GgufFile(path)
@@ -337,7 +335,6 @@ def _special(meta: dict[str, Any]) -> dict[str, str]:
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Translate the metadata into a config.json."""
     meta = file.meta
     arch = meta.get("general.architecture")
     if arch not in ARCHITECTURES:

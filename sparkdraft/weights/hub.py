@@ -9,6 +9,7 @@ fetched here, into blobs/HASH.incomplete, where the next attempt continues; the 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -154,7 +155,7 @@ def sha256_of(path: Path) -> str:
 
 
 def _verified(path: Path, model: KnownModel) -> bool:
-    """Whether the file is intact. A note beside the file remembers the state that was hashed."""
+    """True if the file is intact. A note beside the file remembers the state that was hashed."""
     if not path.is_file() or path.stat().st_size != model.size:
         return False
     note = path.with_suffix(".ok")
@@ -173,12 +174,7 @@ def _verified(path: Path, model: KnownModel) -> bool:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Let one process fetch while others wait. Without fcntl (Windows) all fetch, and the last rename wins."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
+    """Let one process fetch while others wait."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -430,7 +426,6 @@ def _bytes_in(blobs: Path) -> int:
 
 @contextmanager
 def _watching(meter: Meter, blobs: Path, total: int) -> Iterator[None]:
-    """Update the meter while the block runs."""
     ended = threading.Event()
 
     def watch() -> None:

@@ -178,7 +178,6 @@ class Loader:
         return self._keep([self._quantise(rows, "the head", cached=False)], None, "the head")
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Mark tensors as not needed."""
         self._left.difference_update(names)
 
     def leave(self, prefix: str) -> int:

@@ -1,4 +1,4 @@
-"""How codes of 4 and 8 bits lie in a GPU's memory, as numbers without torch, so that a plan can count bytes.
+"""The layout of 4-bit and 8-bit codes in a GPU's memory, without torch, so that a plan can count bytes.
 
 A row of the matrix is cut into tiles, and a tile into planes: 4 planes of 4-bit codes, 2 of 8-bit codes. Word j of a
 tile, of 16 bits, holds column j of every plane, so that one mask (and a shift) turns a tile into a plane of numbers:
@@ -36,7 +36,6 @@ class PlaneLayout(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Columns of a tile."""
         return self.plane * 16 // self.bits
 
     @property
@@ -99,7 +98,7 @@ class CodeForm(NamedTuple):
         return layout_of(self.levels, self.bits, width, group, scale, self.offset)
 
     def has_row_scale(self, width: int) -> bool:
-        """Whether each output row has a float32 number beside its planes."""
+        """True if each output row has a float32 number beside its planes."""
         return self.row_scale or (bool(self.scale) and self._is_by_row(width))
 
     def nbytes(self, rows: int, width: int) -> int | None:
@@ -122,7 +121,7 @@ class CodeForm(NamedTuple):
         return self.bits / 8 + by_group
 
     def _is_by_row(self, width: int) -> bool:
-        """Whether a scale per row is the only scale."""
+        """True if a scale per row is the only scale."""
         return (self.group or width) == width and not self.offset and not self.row_scale
 
 

@@ -121,7 +121,6 @@ def pack(parts: Sequence[Coded], device: torch.device, layout: PlaneLayout | Non
 
 
 def empty(layout: PlaneLayout, out: int, device: torch.device, row_scale: bool) -> Planes:
-    """Allocate a matrix of zeros."""
     strips = -(-out // STRIP)
     scale, offset = (
         torch.zeros((strips, layout.group_words(kind), STRIP), dtype=torch.int32, device=device) if kind else None
@@ -147,7 +146,6 @@ def fill(made: Planes, parts: Iterable[Coded], first: int = 0) -> None:
 
 
 def _fill(made: Planes, first: int, part: Coded, at: slice) -> None:
-    """Write some rows of a part into rows from `first` on."""
     layout, device = made.layout, made.codes.device
     codes = part.codes[at].to(device)
     if layout.bits == 4:
@@ -192,7 +190,6 @@ def _to_e5m3(e4m3: Tensor) -> Tensor:
 
 
 def _from_e5m3(e5m3: Tensor) -> Tensor:
-    """Undo `_to_e5m3`."""
     numbers = ((e5m3.int() << 20) + (111 << 23)).view(torch.float32).where(e5m3 != 0, 0.0)
     return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
 

@@ -235,7 +235,7 @@ def _read_index(path: Path) -> dict[str, Any] | None:
 
 
 def _is_gone(checkpoint: Path) -> bool:
-    """Whether a checkpoint was deleted. If its parent is missing too, its disk may just not be mounted."""
+    """True if a checkpoint was deleted. If its parent is missing too, its disk may just not be mounted."""
     return checkpoint.parent.exists() and not checkpoint.exists()
 
 

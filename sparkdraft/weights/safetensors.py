@@ -71,8 +71,6 @@ class SafetensorsFile:
 
 
 class SafetensorsCheckpoint:
-    """A folder in the Hugging Face layout, as a Checkpoint."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config: dict[str, Any] = read_json(path / "config.json")
@@ -108,7 +106,7 @@ class SafetensorsCheckpoint:
         return count_stored(map(self._stored, names), tied)
 
     def _has_own_head(self) -> bool:
-        """Whether the file has a head of floats that differs from its embedding: it is used whatever the config says,
+        """True if the file has a head of floats that differs from its embedding: it is used whatever the config says,
         as in transformers. A quantised head is always used."""
         stored = self._files.keys() | self._matrices.keys()
         head, table = (next((name for name in names if name in stored), "") for names in (HEADS, EMBEDDINGS))

@@ -83,7 +83,7 @@ def layer_count(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer of a Qwen model has experts."""
+    """True if each layer of a Qwen model has experts."""
     step, dense = whole(config, "decoder_sparse_step") or 1, listed(config, "mlp_only_layers", int) or ()
     return [i not in dense and (i + 1) % step == 0 for i in range(layer_count(config))]
 

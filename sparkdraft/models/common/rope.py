@@ -64,7 +64,7 @@ def _stretch(frequency: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
 
 
 def _proportional(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> Tensor:
-    """Of all pairs of a head only the first share turns, as fast as if all did; the others stand still."""
+    """Only the first share of a head's pairs is rotated, as fast as if all were."""
     turning = int(scaling.get("partial_rotary_factor", 1.0) * spec.head_dim // 2)
     still = torch.zeros(len(frequency) - turning, dtype=frequency.dtype)
     return torch.cat((frequency[:turning] / scaling.get("factor", 1.0), still))

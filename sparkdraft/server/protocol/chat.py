@@ -163,7 +163,7 @@ class ChatRequest(ChatFields, SamplingFields):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many alternatives per token; None: no log-probabilities at all."""
+        """Alternatives per token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -369,7 +369,7 @@ class ChatAnswer(Answer):
         return whole | stop_reason(choice.stop_reason)
 
     def _finish_reason(self, choice: Choice, finish: FinishReason, is_cut: bool) -> str:
-        """Where only one call was asked for, what follows it is not shown, so an answer cut there is complete."""
+        """If only one call was asked for, text after it is not shown, so an answer cut there is complete."""
         if not choice.calls:
             return finish.value
         if is_cut and (self.parallel or not _is_object(choice.calls[0]["function"]["arguments"])):
@@ -404,6 +404,5 @@ def _call(call_id: str, name: str) -> Json:
 
 
 def _without_end(rows: list[TokenLogprob], event: TokenEvent, eos_ids: frozenset[int]) -> list[TokenLogprob]:
-    """Drop the end-of-text token, which is not part of the text."""
     ended = event.finish is FinishReason.STOP and rows and rows[-1].id in eos_ids
     return rows[:-1] if ended else rows

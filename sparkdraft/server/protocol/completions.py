@@ -62,7 +62,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def scores(self) -> bool:
-        """Whether the prompt is scored and nothing is written."""
+        """True if the prompt is scored and nothing is written."""
         return self.max_tokens == 0
 
     @property

@@ -142,7 +142,6 @@ class SamplingFields(Fields):
 
     @property
     def tokens_field(self) -> str:
-        """The field from which wanted_tokens comes."""
         return "max_tokens"
 
     def sampling(

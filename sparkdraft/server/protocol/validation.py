@@ -227,7 +227,7 @@ def check_refused(body: Any, more: Mapping[str, str] | None = None) -> None:
 
 
 def _matters(name: str, value: Any) -> bool:
-    """Whether a value changes the answer."""
+    """True if a value changes the answer."""
     if name in ON_BY_DEFAULT:
         return value is False
     if value == {}:

@@ -183,7 +183,6 @@ def choices_of(schema: Any) -> list[Any] | None:
 
 
 def lark(text: str) -> str:
-    """Quote a string for a Lark grammar."""
     return json.dumps(text)
 
 

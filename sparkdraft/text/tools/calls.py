@@ -114,7 +114,6 @@ class JsonScanner:
         return self._open(letter)
 
     def _open(self, letter: str) -> str | None:
-        """Begin a value."""
         if not self._stack and letter != "{":
             return None
         if letter in "{[":
@@ -214,7 +213,6 @@ class CallReader(Reader):
             return None
 
     def string(self) -> Reading[str | None]:
-        """Read the next JSON string."""
         if not (yield from self.skip('"')):
             return None
         start, escaped = self.at, False
@@ -278,7 +276,7 @@ class CallReader(Reader):
 
 
 def is_half_object(text: str) -> bool:
-    """Whether a text is a JSON object that is not complete yet."""
+    """True if a text is a JSON object that is not complete yet."""
     scanner = JsonScanner()
     scanner.push(text)
     return bool(text) and not scanner.done and not scanner.broken

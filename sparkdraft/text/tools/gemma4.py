@@ -104,7 +104,6 @@ class Gemma4Parser(CallReader):
         return ToolArguments(self.index, quoted(text)[1:-1])
 
     def _members(self, opening: str, depth: int) -> Reading[None]:
-        """Read an object or a list."""
         closing, first = {"{": "}", "[": "]"}[opening], True
         self.at += 1
         self.write(opening)

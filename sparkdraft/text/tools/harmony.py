@@ -72,7 +72,7 @@ class HarmonyParser(CallReader):
         return recipient if recipient in self.functions else None
 
     def _at_mark(self) -> Reading[bool]:
-        """Whether the message ends here, without text."""
+        """True if the message ends here, without text."""
         found = yield from self.skip("<|")
         self.at -= 2 if found else 0
         return found

@@ -50,7 +50,7 @@ class HermesParser(CallReader):
         return found
 
     def is_cut(self, tag: str) -> bool:
-        """Whether the text ended within a call before its name was complete; it is then neither a call nor content."""
+        """True if the text ended within a call before its name was complete; it is then neither a call nor content."""
         text = self.text.lstrip()
         return not text or (text[0] == "{" and is_half_object(text))
 

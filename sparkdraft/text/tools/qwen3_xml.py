@@ -87,7 +87,7 @@ class Qwen3XmlParser(HermesParser):
                     return False
 
     def _at_close(self) -> Reading[bool]:
-        """Whether the call ends here without the end of the function; does not read the tag."""
+        """True if the call ends here without the end of the function; does not read the tag."""
         found = yield from self.skip(CLOSE)
         self.at -= len(CLOSE) if found else 0
         return found
@@ -126,7 +126,7 @@ class Qwen3XmlParser(HermesParser):
         return (value.removesuffix("\n") if found else value), found is not None
 
     def _ends(self, found: re.Match[str], start: int) -> Reading[bool]:
-        """Whether the value that begins at `start` ends at this tag, which is not a part of it."""
+        """True if the value that begins at `start` ends at this tag, which is not a part of it."""
         text = self.text[start : found.start()]
         if found.group() != PARAMETER_END:
             return True
@@ -245,7 +245,7 @@ def _value_rule(function: Function, key: str) -> str:
 
 
 def _is_text(function: Function, key: str) -> bool:
-    """Whether a value of a parameter may contain any characters."""
+    """True if a value of a parameter may contain any characters."""
     schema = function.property(key)
     types = _types(schema, function)
     return not (types and types <= set(SCALARS)) and not (isinstance(schema, dict) and "enum" in schema)

@@ -1,4 +1,4 @@
-"""What a quantised format of safetensors files is (`WeightFormat`), and what the formats share.
+"""The base of quantised formats of safetensors files (`WeightFormat`), and their shared parts.
 
 A format finds its matrices by the names and types of a file's tensors, reads them into `Coded`, and computes their size
 in memory from shapes alone, so that a plan need not read them.
@@ -55,7 +55,7 @@ class WeightFormat(ABC):
     methods: tuple[str, ...]  # the values of `quant_method` that describe weights of this format
 
     def states(self, quantization: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` describes weights of this format."""
+        """True if a `quantization_config` describes weights of this format."""
         return str(quantization.get("quant_method")).lower() in self.methods
 
     @abstractmethod
@@ -90,12 +90,12 @@ def _by_expert(what: str, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def experts_of(codes: Unread) -> int:
-    """How many experts a tensor of codes holds; 0: it is one matrix."""
+    """The number of experts in a tensor of codes; 0: it is one matrix."""
     return codes.shape[0] if len(codes.shape) == 3 else 0
 
 
 def is_single(shape: Sequence[int], out: int) -> bool:
-    """Whether scales are one number, or one per output row."""
+    """True if scales are one number, or one per output row."""
     return prod(shape) == 1 or tuple(shape) in ((out,), (out, 1))
 
 
@@ -105,7 +105,7 @@ def per_row(scale: Tensor, out: int) -> Tensor:
 
 
 def has_nan(e4m3: Tensor) -> bool:
-    """Whether bytes of 8-bit floats hold 0x7f or 0xff."""
+    """True if bytes of 8-bit floats hold 0x7f or 0xff."""
     return bool(((e4m3 & 0x7F) == 0x7F).any())
 
 

@@ -53,8 +53,6 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A quantised matrix of a file."""
-
     format: WeightFormat
     tensors: tuple[str, ...]
 

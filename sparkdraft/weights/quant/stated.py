@@ -41,7 +41,7 @@ AUTO_ROUND = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gpt
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the config says about one matrix; None: nothing."""
+    """The config's statements about one matrix; None: it has none."""
 
     by: str = "no config"  # who says it, for errors
     bits: int | None = None
@@ -65,14 +65,14 @@ class Stated:
         self._lists: dict[str, Names] = {}
 
     def of(self, name: str) -> Said:
-        """What is said about one module. name: without .weight."""
+        """The statements about one module. name: without .weight."""
         for method, read in _DIALECTS.items():
             if self.method.startswith(method):
                 return replace(read(self, name), by=f"{self.where}: {self.method}")
         return replace(NOTHING, by=self.where)
 
     def lists(self, key: str, name: str, pattern: Pattern | None) -> bool:
-        """Whether the list under this key names the module."""
+        """True if the list under this key names the module."""
         if key not in self._lists:
             self._lists[key] = Names(_list(self.said.get(key)), pattern)
         return name in self._lists[key]
