@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   sparkdraft bench offline
   sparkdraft bench offline --concurrency 1,4,8 --prompt-len 128,512
   sparkdraft bench offline --shape qwen3-8b --concurrency 1,16 --prompt-len 256                      (random weights)
+  sparkdraft bench offline --temperature 0.7 --top-p 0.8 --presence-penalty 1.5 --concurrency 1,16
   sparkdraft bench offline --shape qwen3-8b --drafter-shape dflash-5x --synthetic-acceptance 6.5     (and drafts)
   sparkdraft bench offline --shape gpt-oss-20b --drafter-shape gpt-oss-20b-dflash --synthetic-acceptance 4.3
   sparkdraft bench accept --per-class 2 --temperature 0,1 --context 0,1024

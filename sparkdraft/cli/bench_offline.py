@@ -12,9 +12,16 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.console import show_fallbacks
-from sparkdraft.cli.options import add_engine_flags, check_least, engine_options, load_llm
+from sparkdraft.cli.options import (
+    add_engine_flags,
+    add_sampling_group,
+    check_least,
+    engine_options,
+    given_sampling,
+    load_llm,
+)
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import UserError
+from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.util.progress import SELDOM, progress
 from sparkdraft.util.this_machine import OtherPrograms
 
@@ -35,6 +42,9 @@ EXPERTS = (
     "floor: of each layer's experts those are counted that rows reach which choose independently of each other, "
     "E (1 - (1 - k / E)^rows) of E, k per row; rows of one text agree more often and read less"
 )
+
+
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -59,6 +69,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--concurrency", "--batch", default="1,4", help="streams at once, a list (default 1,4)")
     parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
+    add_sampling_group(parser, SamplingParams(), SAMPLED)
     # spec: off, or with --drafter-shape the whole block
     add_engine_flags(parser, without=("prefix_cache", "ngram", "count_ids"), spec="")
 
@@ -73,16 +84,19 @@ def run(args: Namespace) -> int:
     from sparkdraft.engine.machine import detect
     from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 
+    params = SamplingParams(**given_sampling(args))
     others, found = OtherPrograms(), detect(EngineConfig(**engine_options(args)))
     with progress("measuring this machine", redraw=SELDOM):
         ceilings = Ceilings.measure(found.device, args.threads or found.cores)
     engine, model, label = make_engine(args, draft)
-    plan, bench = engine.plan, Bench(engine, model, ceilings, acceptance)
+    plan, bench = engine.plan, Bench(engine, model, ceilings, acceptance, params)
     loads = [Load(n, prompt_len, args.output_len) for prompt_len, n in product(prompts, streams)]
     for load in loads:
         bench.check(load)
     matmul = f", matmul {ceilings.matmul / 1e12:.0f} TFLOP/s" if ceilings.matmul else ""
     print(f"{label} on {plan.device}, {plan.weights}; memory {ceilings.bandwidth / 1e9:.1f} GB/s{matmul} measured")
+    if given := given_sampling(args):
+        print("sampled with " + ", ".join(f"{name} {value:g}" for name, value in given.items()))
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     rows = _measure_all(bench, loads)
@@ -98,7 +112,7 @@ def run(args: Namespace) -> int:
     summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec, "cut": engine.drafting.cuts}
     summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
     summary |= {"drafter_weights": args.drafter_weights, "draft_ids": drafted_ids(engine)}
-    summary["busy"] = busy or None
+    summary |= {"busy": busy or None, "sampling": given_sampling(args)}
     if acceptance:
         summary["acceptance"] = {"length": acceptance.length, "depth": acceptance.depth, "p": round(acceptance.p, 6)}
         summary["acceptance"]["process"] = acceptance.describe()

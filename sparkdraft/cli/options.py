@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import Field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -28,7 +28,9 @@ SAMPLING_FLAGS = {
     "top_p": "keep the likeliest tokens that hold this share of the probability",
     "top_k": "keep this many of the likeliest tokens (0: all)",
     "min_p": "keep tokens with at least this share of the likeliest one's probability",
-    "repetition_penalty": "above 1 avoids tokens that were already used",
+    "repetition_penalty": "above 1 avoids tokens of the prompt and of the text so far",
+    "presence_penalty": "above 0 avoids tokens of the text so far",
+    "frequency_penalty": "above 0 avoids tokens of the text so far, each time they occur again",
     "repetition_limit": "end a text once this many tokens only repeat what is before (0: never)",
     "seed": "the same seed writes the same text",
 }
@@ -81,14 +83,26 @@ def add_sampling_flags(parser: ArgumentParser, defaults: SamplingParams, from_mo
 
     from_model: the flags whose defaults the model names.
     """
+    group = add_sampling_group(parser, defaults, SAMPLING_FLAGS, from_model)
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may repeat")
+    group.add_argument("--ignore-eos", action="store_true", help="write up to --max-tokens, past the model's own end")
+
+
+def add_sampling_group(
+    parser: ArgumentParser, defaults: SamplingParams, names: Iterable[str], from_model: Collection[str] = ()
+) -> _ArgumentGroup:
     group = parser.add_argument_group("sampling")
-    for name, text in SAMPLING_FLAGS.items():
+    for name in names:
         default = "the model's own" if name in from_model else getattr(defaults, name)
         shown = "" if default is None else f" (default {default})"
         kind = flag_kind(name)
-        group.add_argument(_flag(name), type=kind, metavar=TYPES[kind], help=text + shown)
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may repeat")
-    group.add_argument("--ignore-eos", action="store_true", help="write up to --max-tokens, past the model's own end")
+        group.add_argument(_flag(name), type=kind, metavar=TYPES[kind], help=SAMPLING_FLAGS[name] + shown)
+    return group
+
+
+def given_sampling(args: Namespace) -> dict[str, Any]:
+    """The sampling parameters that are flags of this command and were given."""
+    return {name: value for name in SAMPLING_FLAGS if (value := getattr(args, name, None)) is not None}
 
 
 def flag_kind(name: str) -> type[int] | type[float]:
@@ -97,8 +111,7 @@ def flag_kind(name: str) -> type[int] | type[float]:
 
 
 def sampling_params(args: Namespace, defaults: SamplingParams) -> SamplingParams:
-    given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
-    return replace(defaults, **given, stop=args.stop, ignore_eos=args.ignore_eos)
+    return replace(defaults, **given_sampling(args), stop=args.stop, ignore_eos=args.ignore_eos)
 
 
 def engine_options(args: Namespace) -> dict[str, Any]:

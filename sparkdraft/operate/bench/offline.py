@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -32,6 +32,7 @@ from sparkdraft.plan.memory import MemoryPlan
 WARM_STEPS = 8  # plain decode steps: they compile kernels and record the one shape
 ROUNDS = 2  # requests per stream in the pass over whole requests
 Report = Callable[[int, int], None]  # (steps done, steps in all); never called while speed is measured
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,15 @@ class Bench:
     """Measures an engine under one load after the other."""
 
     def __init__(
-        self, engine: Engine, model: ModelConfig, ceilings: Ceilings, acceptance: Acceptance | None = None
+        self,
+        engine: Engine,
+        model: ModelConfig,
+        ceilings: Ceilings,
+        acceptance: Acceptance | None = None,
+        params: SamplingParams = GREEDY,
     ) -> None:
-        """acceptance: imposed on drafts in place of the target's own decisions."""
+        """acceptance: imposed on drafts in place of the target's own decisions. params: how ids are sampled."""
+        self.params = params
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
         self._synthetic = Synthetic(engine, acceptance) if acceptance else None
@@ -197,11 +204,11 @@ class Bench:
         return result
 
     def _add(self, load: Load) -> list[str]:
-        params = SamplingParams(max_tokens=self._max_tokens(load), ignore_eos=True)
+        params = replace(self.params, max_tokens=self._max_tokens(load), ignore_eos=True)
         return [self.engine.add(ids, params) for ids in self._prompt_ids(load, load.streams)]
 
     def _requests(self, load: Load) -> list[tuple[list[int], SamplingParams]]:
-        params = SamplingParams(max_tokens=load.output_len, ignore_eos=True)
+        params = replace(self.params, max_tokens=load.output_len, ignore_eos=True)
         return [(ids, params) for ids in self._prompt_ids(load, ROUNDS * load.streams)]
 
     def _prompt_ids(self, load: Load, count: int) -> list[list[int]]:
