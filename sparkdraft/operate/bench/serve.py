@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,13 +35,11 @@ SPECULATION = {"return_speculation": True}
 DIALECTS: tuple[dict[str, Any], ...] = (USAGE | SPECULATION, USAGE, {})
 PROBE: Messages = [{"role": "user", "content": "Count from 1 to 40, separated by commas."}]  # easy to draft
 PROBE_TOKENS = 64
-COUNTERS = {  # vLLM's names, after "vllm:" or our own prefix
-    "spec_decode_num_drafts": "steps",
-    "spec_decode_num_draft_tokens": "drafted",
-    "spec_decode_num_accepted_tokens": "accepted",
-    "spec_decode_num_accepted_tokens_per_pos": "position",
-}
-PREFIXES = ("vllm:", "sparkdraft_")
+COUNTER = re.compile(  # vLLM's names, after "vllm:" or our own prefix: name, labels, value
+    r"^(?:vllm:|sparkdraft_)spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?"
+    r"(?:\{(.*)\})? (\S+)",
+    re.MULTILINE,
+)
 
 
 @dataclass(slots=True)
@@ -210,21 +210,16 @@ def read_speculation(facts: dict[str, Any]) -> Drafting:
 
 def read_counters(text: str) -> Drafting | None:
     """Read counters of drafts from Prometheus' text, summed over engines and models. None if there are none."""
-    sums, positions, found = {"steps": 0, "drafted": 0, "accepted": 0}, dict[int, int](), False
-    for line in text.splitlines():
-        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "no such")
-        kind = COUNTERS.get(name.removeprefix(prefix).removesuffix("_total"))
-        if kind is None or not name.startswith(prefix):
-            continue
-        found, count = True, int(float(rest.rpartition("}")[2].split()[0]))
-        if kind == "position":
-            place = int(rest.split('position="')[1].split('"')[0])
-            positions[place] = positions.get(place, 0) + count
+    sums, positions = Counter[str](), Counter[int]()
+    for name, labels, value in COUNTER.findall(text):
+        if name == "accepted_tokens_per_pos":
+            positions[int(labels.split('position="')[1].split('"')[0])] += int(float(value))
         else:
-            sums[kind] += count
-    by_position = [positions.get(i, 0) for i in range(max(positions, default=-1) + 1)]
-    return Drafting(sums["steps"], sums["drafted"], sums["accepted"], by_position) if found else None
+            sums[name] += int(float(value))
+    if not (sums or positions):
+        return None
+    by_position = [positions[i] for i in range(max(positions, default=-1) + 1)]
+    return Drafting(sums["drafts"], sums["draft_tokens"], sums["accepted_tokens"], by_position)
 
 
 def _added(mine: list[int], more: list[int], sign: int) -> list[int]:
@@ -356,19 +351,17 @@ class Result:
 
     def with_totals(self) -> list[Cell]:
         """The cells, and 'all' for each number of streams at which several classes were measured."""
-        return self.cells + [self._total(n) for n in self.settings.streams if self._count(n) > 1]
-
-    def _count(self, streams: int) -> int:
-        return sum(cell.streams == streams for cell in self.cells)
-
-    def _total(self, streams: int) -> Cell:
-        total = Cell(ALL, streams, Load(), Load() if self.can_switch else None)
-        for cell in self.cells:
-            if cell.streams == streams:
-                total.load.merge(cell.load)
-                if total.plain is not None and cell.plain is not None:
-                    total.plain.merge(cell.plain)
-        return total
+        totals = []
+        for streams in self.settings.streams:
+            mine = [cell for cell in self.cells if cell.streams == streams]
+            if len(mine) > 1:
+                total = Cell(ALL, streams, Load(), Load() if self.can_switch else None)
+                for cell in mine:
+                    total.load.merge(cell.load)
+                    if total.plain is not None and cell.plain is not None:
+                        total.plain.merge(cell.plain)
+                totals.append(total)
+        return self.cells + totals
 
 
 async def measure(settings: Settings, result: Result, report: Report) -> None:
