@@ -19,7 +19,7 @@ from sparkdraft.plan.weight_formats import BYTES, EIGHT_BITS, FOUR_BITS
 from sparkdraft.util.names import did_you_mean, spelled, user_path
 
 if TYPE_CHECKING:
-    from sparkdraft.operate.forecast.cpu_rates import CpuRates, MatmulRate
+    from sparkdraft.operate.forecast.rates import CpuRates, MatmulRate
 
 
 FOLDER = Path(__file__).parent / "machines"
@@ -132,7 +132,7 @@ def this_machine() -> Machine:
         title=f"this machine ({found.name})",
         hardware=found,
         notes=notes,
-        sources=("measured now, by operate/forecast/rates.py and, of CPU kernels, operate/forecast/rates.py",),
+        sources=("measured now, by operate/forecast/rates.py",),
         native_problem=problem,
     )
 
@@ -143,7 +143,7 @@ def _cpu_like(base: Machine, found: Hardware, bandwidth: float, measured: bool) 
     arithmetic = {fmt: rate * share for fmt, rate in base.rates.arithmetic.items()}
     if not measured:
         return replace(base, rates=Rates(bandwidth, arithmetic), notes=(f"losses are those of {base.title}",))
-    from sparkdraft.operate.forecast.cpu_rates import measure_cpu
+    from sparkdraft.operate.forecast.rates import measure_cpu
 
     engine = base.losses()
     losses, quantised = fit(engine.expected, measure_cpu(found.cores), bandwidth)
@@ -198,7 +198,7 @@ def _losses(data: Mapping[str, Any]) -> Losses:
     return losses
 
 
-# ---- the engine's losses on this CPU, fitted to what cpu_rates.py measured
+# ---- the engine's losses on this CPU, fitted to what rates.py measured
 
 ERROR = 0.20, 0.30  # of dense models and of experts, as shares of the speed
 

@@ -13,7 +13,6 @@ from sparkdraft.cli.plan import read_formats, read_model
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.operate.forecast import rates
-from sparkdraft.operate.forecast.cpu_rates import CpuRates, MatmulRate
 from sparkdraft.operate.forecast.forecast import Forecast, Question
 from sparkdraft.operate.forecast.machine import (
     FOLDER,
@@ -23,6 +22,7 @@ from sparkdraft.operate.forecast.machine import (
     like,
     this_machine,
 )
+from sparkdraft.operate.forecast.rates import CpuRates, MatmulRate
 from sparkdraft.operate.forecast.roofline import overlap
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.weight_formats import WeightFormats, kept_on_cpu, names_of, of_gguf
