@@ -44,7 +44,8 @@ def build(
     from sparkdraft.models.common.rope import RopeTables
 
     prefix = text_prefix(load) if has_others else "model."
-    factors = load.optional_vector("rope_freqs", config.attention[0].head_dim // 2, torch.float32)
+    half = config.attention[0].head_dim // 2
+    factors = load.vector("rope_freqs", half, torch.float32) if load.has("rope_freqs") else None
     ropes = RopeTables(context, load.device, factors)
     embedding = load.embedding(f"{prefix}embed_tokens", config.vocab_size, config.hidden_size)
     layers = []

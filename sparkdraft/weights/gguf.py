@@ -97,14 +97,11 @@ class GgufFile:
         self._view = memoryview(self.map)
         self._pos = 4
         if self._view[:4] != MAGIC:
-            raise UserError(
-                f"{path} is not a GGUF file (it does not begin with GGUF): pass a .gguf file, or fetch it again."
-            )
+            raise UserError(f"{path} does not begin with GGUF: pass a .gguf file, or fetch it again.")
         version = self._number("<I")
         if version not in (2, 3):
-            raise UserError(
-                f"{path} is GGUF version {version}, and versions 2 and 3 (little-endian) are read: convert it."
-            )
+            read = "versions 2 and 3 (little-endian) are read"
+            raise UserError(f"{path} is GGUF version {version}, and {read}: convert it.")
         num_tensors, num_meta = self._number("<Q"), self._number("<Q")
         # The smallest entry of either kind takes 13 (key, type, bool) or 24 bytes.
         if num_tensors * 24 + num_meta * 13 > self.size:
@@ -199,8 +196,9 @@ class GgufFile:
         return TensorInfo(name, kind, shape, start, nbytes)
 
     def _foreign_block(self, name: str, kind: int) -> tuple[int, int]:
-        constants = _gguf_package(self.path)[0]
-        sizes: dict[int, tuple[int, int]] = {int(k): v for k, v in constants.GGML_QUANT_SIZES.items()}
+        from gguf.constants import GGML_QUANT_SIZES  # takes 0.2 s
+
+        sizes: dict[int, tuple[int, int]] = {int(k): v for k, v in GGML_QUANT_SIZES.items()}
         if kind not in sizes:
             self.broken(f"{name} has the unknown type {kind}")
         return sizes[kind]
@@ -219,22 +217,11 @@ class GgufFile:
         if len(info.shape) == 2 and (read := read_blocks(self.bytes(info), info.kind, info.shape[0])) is not None:
             check_matrix(f"{self.path}: {name}", read, NOTHING)
             return read
-        constants, quants = _gguf_package(self.path)
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
         raw = self.bytes(info).view(*info.shape[:-1], -1).numpy()
-        return torch.from_numpy(quants.dequantize(raw, constants.GGMLQuantizationType(info.kind)))
-
-
-def _gguf_package(path: Path) -> tuple[Any, Any]:
-    """Import the gguf package, which takes 0.2 s, for files that need it."""
-    try:
-        import gguf.constants
-        import gguf.quants
-    except ImportError as error:
-        raise UserError(
-            f"{path} holds types that only the package gguf reads (not F32, F16, BF16, Q4_0 to Q8_0, Q4_K to Q6_K or "
-            "IQ4): install it."
-        ) from error
-    return gguf.constants, gguf.quants
+        return torch.from_numpy(dequantize(raw, GGMLQuantizationType(info.kind)))
 
 
 def hf_name(name: str) -> str | None:
@@ -273,9 +260,7 @@ class GgufCheckpoint:
         for name in self.file.tensors:
             known = hf_name(name)
             if known is None:
-                raise UserError(
-                    f"{self.path} has the tensor {name}, which no supported architecture has: use another file."
-                )
+                raise UserError(f"{self.path} has the tensor {name}, which no architecture has: use another file.")
             names[known] = name
         return names
 
@@ -350,9 +335,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     def need(key: str) -> Any:
         value = meta.get(f"{arch}.{key}")
         if not isinstance(value, int | float):
-            raise UserError(
-                f"{file.path} has no single number for {arch}.{key}: it is incomplete, or of an unread kind."
-            )
+            problem = f"has no single number for {arch}.{key}"
+            raise UserError(f"{file.path} {problem}: it is incomplete, or of an unread kind.")
         return value
 
     heads, hidden = need("attention.head_count"), need("embedding_length")

@@ -142,9 +142,6 @@ class Loader:
     def vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.floats(name, (size,), dtype)
 
-    def optional_vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor | None:
-        return self.vector(name, size, dtype) if name in self._names else None
-
     def integers(self, name: str, size: int) -> Tensor:
         """Ids, offsets or flags, in the type they were saved in."""
         part = self._read(name, (size,))

@@ -221,8 +221,8 @@ def test_llama3_rope_is_a_tensor(tmp_path: Path, write_gguf: Write) -> None:
     assert model.config["rope_scaling"] is None
     assert torch.equal(as_float(model.read("rope_freqs")), torch.full((8,), 2.0))
     loader = Loader(model, torch.device("cpu"), torch.bfloat16, reference)
-    found = loader.optional_vector("rope_freqs", 8, torch.float32)
-    assert found is not None and found.dtype == torch.float32  # in the type of activations it would be rounded
+    found = loader.vector("rope_freqs", 8, torch.float32)
+    assert found.dtype == torch.float32  # in the type of activations it would be rounded
 
 
 @pytest.mark.parametrize(

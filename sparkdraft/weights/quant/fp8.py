@@ -32,7 +32,7 @@ from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import Coded, Quantised
 
 SCALES = ("_scale_inv", "_scale", "_weight_scale")
-EXPONENTS = tuple(t for t in (torch.uint8, getattr(torch, "float8_e8m0fnu", None)) if t)
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 BLOCK = (128, 128)
 
 
