@@ -79,7 +79,7 @@ class EngineConfig:
     memory_fraction: float = option(0.85, "fraction of the free memory that weights and KV cache may use together")
     block_size: int = option(16, "tokens per block of the KV cache, a power of two")
     prefix_cache: bool = option(True, "reuse the KV cache of earlier prompts with the same beginning")
-    graphs: bool = option(True, "record decode steps (as CUDA graphs on a GPU) and replay them")
+    graphs: bool = option(True, "capture decode steps (as CUDA graphs on a GPU) and replay them")
     threads: int = option(0, "number of CPU threads (0: one per core that this process may use)")
     spec: str = option("auto", "drafts per step: auto (chosen every step), off, or a fixed number")
     spec_depths: str = option(

@@ -209,10 +209,10 @@ class Pick(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CommittedRows:
-    hidden: Tensor  # [rows, len(caps.aux_layers), hidden]
-    positions: Tensor  # int32 [rows]
-    slots: Tensor  # int32 [rows]: where each token's K/V go; negative: nowhere, the row is padding
-    next_ids: Tensor | None = None  # int32 [rows]: the id that follows each token; for a chain drafter
+    hidden: Tensor  # [tokens, len(caps.aux_layers), hidden]
+    positions: Tensor  # int32 [tokens]
+    slots: Tensor  # int32 [tokens]: where each K/V goes; negative: nowhere, the token is padding
+    next_ids: Tensor | None = None  # int32 [tokens]: the id that follows each token; for a chain drafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class MtpConfig:
         own_head = self.own_head or bool(number)
         rows, table = (number or vocab) * hidden * own_head, self.own_embedding * vocab * hidden
         joined = 2 * hidden * hidden
-        again = hidden * layer.kv  # keys and values a second time, as one matrix: committed rows need no more
+        again = hidden * layer.kv  # keys and values a second time, as one matrix: committed tokens need no more
         own = joined + layer.held + again + rows + table
         # Keys and values a second time are in no file, and rows of a head are made at load; a whole one is in the file
         stored = joined + layer.held + table + self.own_head * vocab * hidden
