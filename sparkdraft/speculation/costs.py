@@ -1,8 +1,8 @@
 """What a step costs at each depth, and the depths at which a batch writes the most tokens a second.
 
 Costs are learnt from steps that ran, and interpolated for depths that were never tried. A curve of costs never falls: a
-step with more drafts cannot be cheaper. speculation/depth.py keeps one curve per bucket of batch size and context, asks
-it for prices, and decides when to choose depths by them. No torch.
+step with more drafts cannot be cheaper. speculation/depth.py keeps one curve per bucket of batch size and context. No
+torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepCosts:
             self.seconds = [s * (1 + 0.1 * excess) for s in self.seconds]
 
     def learn_part(self, verified: int, drafted: int, draft: float, verify: float) -> None:
-        """Learn from a step whose two parts were timed apart. It verified as many tokens as it drafted, or fewer."""
+        """Learns from a step whose two parts were timed apart; it verified at most as many tokens as it drafted."""
         known = self.drafting.get(drafted)
         self.drafting[drafted] = draft if known is None else known + (min(draft, LATE * known) - known) / 8
         self.learn(verified, verify + (draft if verified == drafted else self.drafting_at(verified)))
@@ -90,8 +90,8 @@ class StepCosts:
 class Price:
     """The time of a step in parts: the plain step, the fixed cost of drafting, drafting deeper, and verifying.
 
-    Verifying is a cost of all drafts of the step together, not a sum over requests. In a model with experts the first
-    drafts are expensive and those beside many others nearly free, because most experts are read already.
+    Verifying is a cost of all drafts of the step together. In a model with experts the first drafts are expensive and
+    those beside many others nearly free, because most experts are read already.
     """
 
     num: int  # requests in the step
@@ -136,8 +136,8 @@ class Price:
         return found if few > STRAIGHT * many + NOTHING * self.plain else {middle: found[middle]}
 
     def own(self, depths: Sequence[int], kept: Sequence[float], level: int) -> list[float]:
-        """For each depth, the cost of one request that drafts so deep and keeps so many of the drafts on average, if
-        each other request has 'level' drafts."""
+        """For each depth, the cost of one request that keeps so many of its drafts on average, if each other request
+        has 'level' drafts."""
         costs, deeper, found = self.beside[level], self.deeper, []
         last = len(costs) - 2
         for depth, mean in zip(depths, kept, strict=True):
@@ -147,12 +147,11 @@ class Price:
         return found
 
     def step(self, deeper: float, kept: float) -> float:
-        """The seconds of a step that drafts and verifies 'kept' drafts. deeper: the sum of what its depths cost."""
+        """The seconds of a step that verifies 'kept' drafts. deeper: the sum of what its depths cost."""
         return self.plain + self.fixed + deeper + self.verifying(kept)
 
     def can_pay(self, choice: Sequence[int], acceptance: float) -> bool:
-        """Whether some depth would beat plain steps if all drafted to it and each draft were accepted with this
-        probability."""
+        """Whether some depth would beat plain steps if each draft were accepted with this probability."""
         tokens, reached = 1.0, 1.0
         for depth, seconds in enumerate(self.uniform):
             if depth:
@@ -169,8 +168,8 @@ class Price:
 
 
 def start_curve(max_depth: int, num: int, reads: Reads) -> list[float]:
-    """The assumed cost by depth before anything is measured, in plain steps: a little for drafting at all and for each
-    token, and the weights that are read in addition (none in a dense model, more experts in a mixture)."""
+    """The assumed cost by depth before anything is measured, in plain steps: a little for drafting and for each token,
+    and the weights that are read in addition (experts)."""
     plain = reads(num)
     own = (num * (1 + depth) ** OWN_ROWS for depth in range(1, max_depth + 1))
     return [1.0] + [1.1 + 0.03 * depth + (reads(rows) / plain - 1) for depth, rows in enumerate(own, 1)]
@@ -197,8 +196,7 @@ def interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
 
 
 def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The nearest sequence that never falls: neighbours in the wrong order get their weighted mean (isotonic
-    regression)."""
+    """The nearest sequence that never falls (isotonic regression)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, count
     for value, weight in zip(values, weights, strict=True):
         mean, total, count = value, weight, 1
@@ -224,8 +222,8 @@ class Offer(NamedTuple):
 def best_depths(
     offers: Sequence[Offer], rest: Sequence[bool], price: Price, choice: Sequence[int], others: int
 ) -> tuple[list[int], float]:
-    """The depths that maximise tokens a second over the batch, and that rate. 'others' more requests of the batch write
-    one token each.
+    """The depths that maximise tokens a second over the batch, and that rate. 'others' more requests write one token
+    each.
 
     At the best rate r, drafts that take t seconds pay if they bring more than r * t tokens, for each request by itself.
     So this begins with the rate of the best common depth, lets each request choose, computes the new rate and repeats.
@@ -275,8 +273,8 @@ def expected_tokens(chances: Sequence[float]) -> list[float]:
 def conditional_acceptance(
     taken: Sequence[float], tried: Sequence[float], prior: Sequence[float], trust: float
 ) -> list[float]:
-    """The acceptance of each position: its counts, blended with the prior, which is shifted by most of the difference
-    that the position before shows."""
+    """The acceptance of each position: its counts, blended with the prior, which is shifted by most of the departure of
+    the position before."""
     chances, departure = [], 0.0
     for hits, count, usual in zip(taken, tried, prior, strict=True):
         base = usual + INHERIT * departure

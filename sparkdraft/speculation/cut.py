@@ -2,14 +2,11 @@
 
 Before a draft is verified, one thing is known of it: its gap, which is how far its score stands above the others
 (engine/sampler.py). The chance that it is accepted, if all before it were, is sigmoid(slope * gap + base + the offset
-of its position). The fit begins with a guess and follows the target's decisions. Each parameter moves by its share of
-the error over the information that it has gathered so far, as in a Kalman filter without its cross terms, so it settles
-and still follows a text that changes.
+of its position). The fit begins with a guess and follows the target's decisions: each parameter moves by its share of
+the error over the information that it has gathered, as in a Kalman filter without its cross terms.
 
 A draft is committed if it and all before it are accepted; that chance is its survival. At a rate of r tokens a second
-the first k drafts, which take t seconds to verify, pay if their survivals add up to more than r * t: the rule by which
-speculation/depth.py chooses depths, applied to one block that exists. Cutting changes no text, because only the
-target's own samples are committed. No torch.
+the first k drafts, which take t seconds to verify, pay if their survivals add up to more than r * t. No torch.
 """
 
 from __future__ import annotations
@@ -22,9 +19,8 @@ from sparkdraft.kernels.ops import WIDEST
 # The first guess counts as so many observations of an even chance; at most so many are remembered.
 PRIOR, REMEMBERED = 4.0, 60.0
 OWN_PRIOR = 8.0  # of a position's own offset: positions differ little
-# What a block leaves of older blocks' weight, in the mean over all requests and in the mean of one. Text may turn hard
-# within a few blocks, and each of them then costs its draft for nothing. Ten blocks are enough, because the means are
-# over expectations, not outcomes.
+# What a block leaves of older blocks' weight, in the mean over all requests and in that of one. Ten blocks are enough
+# for one request: means are over expectations, and text may turn hard within a few blocks.
 USUAL, OWN = 0.985, 0.9
 TRUST = 4.0  # how many blocks the mean over all requests is worth to a new request; it fades as blocks do
 
@@ -49,7 +45,8 @@ class Confidence:
         ]
 
     def learn(self, gaps: Sequence[float], drafted: int, accepted: int) -> None:
-        """Learn from a step that verified the first 'drafted' drafts. Those after the first refused one say nothing."""
+        """Learns from a step that verified the first 'drafted' drafts. Those after the first refused one say
+        nothing."""
         known, most = self._known, REMEMBERED
         for position in range(min(accepted + 1, drafted)):
             gap = bounded(gaps[position])
@@ -82,8 +79,8 @@ def survivals(chances: Sequence[float]) -> list[float]:
 
 
 def best_cuts(survival: Sequence[float], worth: Sequence[float], depths: Sequence[int]) -> list[tuple[float, int]]:
-    """For each depth that the block might have: the expected tokens of its step, and how many drafts to verify.
-    worth[k]: the cost of verifying k drafts, in tokens. depths: ascending."""
+    """For each depth that the block might have, ascending: the expected tokens of its step, and how many drafts to
+    verify. worth[k]: the cost of verifying k drafts, in tokens."""
     found, wanted = [], iter(depths)
     depth = next(wanted)
     tokens, best, kept, kept_tokens = 1.0, 1.0 - worth[0], 0, 1.0
@@ -106,7 +103,7 @@ class Profile:
         self.tokens, self.kept = [0.0] * num_depths, [0.0] * num_depths  # decayed sums
 
     def begin(self, tokens: Sequence[float], depths: Sequence[int], weight: float) -> None:
-        """Start as if 'weight' blocks had brought these tokens by depth, and had not been cut."""
+        """Starts as if 'weight' blocks had brought these tokens by depth, and had not been cut."""
         self.weight, self.tokens, self.kept = weight, [weight * t for t in tokens], [weight * d for d in depths]
 
     def add(self, cuts: Sequence[tuple[float, int]]) -> None:

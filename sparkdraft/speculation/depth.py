@@ -1,23 +1,19 @@
 """Chooses how many tokens to draft for each request, every step, so that tokens a second are highest.
 
-A step that drafts d tokens commits 1 + p1 + p1 p2 + ... + p1..pd of them on average and takes a time that was measured:
-the controller learns the p's (for each request, leaning on what all requests showed) and the times (by depth, batch and
-context), and takes the depths whose quotient is largest, which may be 0. It runs nothing and knows no tensors: the
-engine drafts and verifies, says what was accepted and how long the step took.
+A step that drafts d tokens commits 1 + p1 + p1 p2 + ... + p1..pd of them on average. The controller learns the p's (for
+each request, leaning on what all requests showed) and the times of steps (by depth, batch and context), and takes the
+depths whose quotient is largest, which may be 0. No tensors.
 
-Where the drafter says how sure it is of each draft, a block is cut before it is verified (speculation/cut.py). Its
-depth is then chosen by what cut blocks bring and cost.
+Where the drafter says how sure it is of each draft, a block is cut before it is verified (speculation/cut.py), and its
+depth is chosen by what cut blocks bring and cost. In a batch all drafts are verified together, and what one request's
+drafts add depends on how many the others have (Price.beside). So several answers to that are tried, and the one at
+which the whole batch writes the most tokens a second is taken.
 
-In a batch the drafts of all requests are verified together, and what one request's drafts add depends on how many the
-others have (Price.beside). So several answers to that are tried, and the one at which the whole batch is expected to
-write the most tokens a second is taken.
-
-A request at depth 0 is paused: a counter runs, and nothing else. It would never learn that its text has become easy, so
-it probes: one step with a small draft. A probe that costs x plain steps more than a plain step does, and is followed by
-x / 0.015 plain tokens, loses 1.5 % on any machine: x = 0.63 (two CPU cores, depth 1) asks for 42 tokens, x = 0.13 (a
-GPU, depth 3) for 9. Text that turns easy waits half that long on average, and longer if its first probes fail by
-chance. So the wait doubles from 16 tokens to 32 and no further unless the budget asks for more: longer waits would
-save less than that 1.5 % and lose the 50 tokens within which drafting shall come back.
+A request at depth 0 is paused. It would never learn that its text has become easy, so it probes: one step with a small
+draft. A probe that costs x plain steps more than a plain step does, and is followed by x / 0.015 plain tokens, loses
+1.5 % on any machine: x = 0.63 (two CPU cores, depth 1) asks for 42 tokens, x = 0.13 (a GPU, depth 3) for 9. The wait
+doubles from 16 tokens to 32 and no further unless the budget asks for more: longer waits would save less than that 1.5
+% and lose the 50 tokens within which drafting shall come back.
 """
 
 from __future__ import annotations
@@ -63,12 +59,11 @@ Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 2
 def depth_choices(
     max_depth: int, fixed: int | None = None, chosen: Sequence[int] | None = None, chain: bool = False
 ) -> list[int]:
-    """The depths that steps run at: chosen from, recorded and measured at start. Any other is rounded up to one.
+    """The depths that steps run at. Any other is rounded up to one.
 
-    They double up to max_depth: those between would gain 0.3 % over the built-in prompts, and the first steps of a new
-    depth cost as much as five later ones. 'fixed' is a depth that the user asked for by name, 'chosen' are those to
-    choose from instead. A chain drafter pays a pass for each draft and drafts a few ids at most, so there every depth
-    is one.
+    They double up to max_depth: those between would gain 0.3 %, and the first steps of a new depth cost as much as five
+    later ones. fixed: a depth that the user asked for; chosen: those to choose from instead. A chain drafter pays a
+    pass for each draft and drafts a few ids at most, so there every depth is one.
     """
     if chain and not chosen:
         return list(range(max_depth + 1))
@@ -123,7 +118,7 @@ class DepthState:
     held: float = 0.0
 
     def rests(self, bucket: Bucket) -> bool:
-        """Paused, and nothing to decide; costs are still learnt while it rests, so it looks again now and then."""
+        """Paused, with nothing to decide; it looks again now and then, because costs are still learnt."""
         return self.paused == bucket and not self.probe and self.waited < self.wait and self.waited % FIRST_WAIT != 0
 
     def profile(self, level: int) -> Profile | None:
@@ -143,7 +138,7 @@ class DepthState:
 
 
 def _fair(state: DepthState) -> float:
-    """What multiplies a request's chances: its drafts have kept more or less than was promised."""
+    """Multiplies a request's chances: its drafts have kept more or less than was promised."""
     return min((state.held + DOUBT) / (state.promised + DOUBT), 1.1)
 
 
@@ -151,8 +146,8 @@ class DepthController:
     def __init__(
         self, max_depth: int, acceptance: float = 0.7, depths: Sequence[int] = (), reads: Reads = lambda rows: 1.0
     ) -> None:
-        """depths: those to choose from, 0 among them; all up to max_depth if none are named. reads: what steps read of
-        the target's weights, in any unit; costs begin with it."""
+        """depths: those to choose from, 0 among them; none: all up to max_depth. reads: what steps read of the target's
+        weights, in any unit; costs begin with it."""
         assert max_depth >= 1 and 0 < acceptance < 1, f"max_depth {max_depth}, acceptance {acceptance}"
         self.max_depth = max_depth
         self.depths = list(depths) or list(range(max_depth + 1))
@@ -175,7 +170,7 @@ class DepthController:
         return DepthState([0.0] * self.max_depth, [0.0] * self.max_depth)
 
     def close(self, state: DepthState) -> None:
-        """Fold a request into the shared prior; a long one counts no more than some ten steps."""
+        """Folds a request into the shared prior; a long one counts no more than some ten steps."""
         if not state.tried[0]:
             return
         share = min(1.0, 10 / state.tried[0])
@@ -184,21 +179,19 @@ class DepthController:
         self.prior = conditional_acceptance(self.taken, self.tried, self.start, TRUST)
 
     def choose(self, states: Sequence[DepthState], contexts: Sequence[int], others: int = 0) -> list[int]:
-        """Depths for one step over these requests; contexts in tokens, of which the longest picks the bucket.
-
-        others: requests of this step whose depth is not chosen here; each adds a row, which raises the cost of a draft.
-        """
+        """Depths for one step over these requests; contexts in tokens, of which the longest picks the bucket. others:
+        requests of this step whose depth is not chosen here."""
         if not states:
             return []
         num = len(states) + others
         bucket = bucket_of(num, max(contexts))
-        if (self.costs and not self._knows_plain(bucket)) or all(state.rests(bucket) for state in states):
+        if (self.costs and not self.knows_plain(num, max(contexts))) or all(state.rests(bucket) for state in states):
             self.mixed = NOT_MIXED
             return [0] * len(states)
         costs = self._costs(bucket)
         price = costs.price(num)
         if not self.could_pay(num, max(contexts)):
-            return self._park_all(states, bucket)
+            return self._pause_all(states, bucket)
         rest = [s.paused is not None or not s.tried[0] for s in states]
         found = []
         for level in price.beside:
@@ -219,14 +212,14 @@ class DepthController:
         return depths
 
     def cut(self, state: DepthState, gaps: Sequence[float], drawn: bool) -> int:
-        """How many drafts of a block to verify, which the last choice made room for. A probe is not cut: it is made to
-        learn. gaps: how sure the drafter is of each draft. drawn: whether the text is sampled."""
+        """How many drafts of a block to verify, given how sure the drafter is of each (gaps) and whether the text is
+        sampled (drawn). A probe is not cut: it is made to learn."""
         survival, whole = self.expect(state, gaps, drawn), len(gaps)
         return whole if state.paused is not None else best_cuts(survival, self._worth(self._level), [whole])[0][1]
 
     def cut_terms(self, states: Sequence[DepthState | None]) -> list[float]:
-        """The numbers by which the device cuts blocks by itself (kernels/reference/stepping.py, CutTerms): the cost of
-        drafts in tokens, two fits, and a number for each lane. A state that is None is a lane that is not cut."""
+        """The numbers by which the device cuts blocks (kernels/ops.py, CutTerms): the cost of drafts in tokens, two
+        fits, and a number for each sequence. None: one that is not cut."""
         fair = [-1.0 if state is None or state.paused is not None else _fair(state) for state in states]
         fits = [number for fit in self.fits.values() for number in (fit.slope, fit.base, *fit.own)]
         return [*(self._worth(self._level) if max(fair) > 0 else [0.0] * (self.max_depth + 1)), *fits, *fair]
@@ -251,8 +244,7 @@ class DepthController:
 
     def verifies(self, depths: Sequence[int], num_seqs: int) -> None:
         """The step that is measured next verifies so many drafts of each request. Where they differ, this finds the
-        depth at which all of them alike would cost about the same. The last choice says so by itself; a step that is
-        cut, or that a later choice was made before, is told here."""
+        depth at which all of them alike would cost about the same."""
         price, deepest, mean = self._price, max(depths), sum(depths) / num_seqs
         if not deepest or price is None:  # without a choice nothing is known to compare with
             self.mixed = NOT_MIXED
@@ -263,7 +255,7 @@ class DepthController:
         self.mixed = Mixed(deepest, num_seqs, alike, share)
 
     def record(self, state: DepthState, drafted: int, accepted: int) -> None:
-        """After a step. Nothing is known of drafts behind the first refused: they are neither taken nor refused."""
+        """After a step. Drafts behind the first refused are neither taken nor refused."""
         block, state.block = state.block, None
         if drafted == 0 and block is None:
             state.waited += 1
@@ -313,33 +305,26 @@ class DepthController:
 
     def knows_plain(self, num_seqs: int, context: int) -> bool:
         """Whether plain steps were timed here. Until then nothing drafts, because what drafting gains is measured
-        against them. (Where nothing at all was timed, it drafts.)
-
-        Other buckets do not tell: two requests on a CPU make rows dearer, on a GPU they hardly do.
-        """
-        return self._knows_plain(bucket_of(num_seqs, context))
+        against them. (Where nothing at all was timed, it drafts.)"""
+        bucket = bucket_of(num_seqs, context)
+        return bucket in self.costs and self.costs[bucket].weight[0] >= PLAIN_FIRST
 
     def could_pay(self, num_seqs: int, context: int) -> bool:
-        """Whether any text would gain by drafts in such a batch; where rows are dear, even certain drafts lose."""
+        """Whether any text would gain by drafts in such a batch; where tokens are dear, even certain drafts lose."""
         costs = self._costs(bucket_of(num_seqs, context))
         return costs.price(num_seqs).can_pay(self.depths, HOPED)
 
-    # ---- the parts
-
     def _worth(self, level: int) -> list[float]:
-        """By number of drafts, what their rows cost in tokens, at the rate of the last choice."""
+        """By number of drafts, what verifying them costs in tokens, at the rate of the last choice."""
         assert self._price, "a block was drafted before any depth was chosen"
         return [self._rate * seconds for seconds in self._price.beside[level]]
 
-    def _park_all(self, states: Sequence[DepthState], bucket: Bucket) -> list[int]:
-        """Rows are so dear in this batch that no acceptance pays for them: nobody drafts, and nobody probes."""
+    def _pause_all(self, states: Sequence[DepthState], bucket: Bucket) -> list[int]:
+        """No acceptance pays for drafts in this batch: nobody drafts, and nobody probes."""
         for state in states:
             state.paused, state.probe, state.spent = bucket, 0, 0.0
         self.mixed = NOT_MIXED
         return [0] * len(states)
-
-    def _knows_plain(self, bucket: Bucket) -> bool:
-        return bucket in self.costs and self.costs[bucket].weight[0] >= PLAIN_FIRST
 
     def _costs(self, bucket: Bucket) -> StepCosts:
         """Before anything is measured drafting costs something, so that plain steps are tried too."""
@@ -374,7 +359,6 @@ class DepthController:
         return found
 
     def _learn_block(self, state: DepthState, block: Block, drafted: int, accepted: int) -> None:
-        """What became of a block whose drafts the drafter was more or less sure of."""
         self.fits[block.drawn].learn(block.gaps, drafted, accepted)
         state.promised = MEMORY * state.promised + sum(block.chances[: min(accepted + 1, drafted)])
         state.held = MEMORY * state.held + accepted
@@ -383,16 +367,13 @@ class DepthController:
         """A bucket never measured looks like the nearest that was: only the ratios within a bucket matter."""
         if not self.costs:
             return self._costs(bucket).shape
-        # The batch bends the curve more than the context; of two as near, the larger makes drafting dearer. Its rows
-        # are dear on a CPU, next to free on a GPU, as many rows of one request are.
+        # The batch bends the curve more than the context; of two as near, the larger makes drafting dearer.
         nearest = min(self.costs, key=lambda b: (2 * abs(b[0] - bucket[0]) + abs(b[1] - bucket[1]), -b[0], -b[1]))
         return for_batch(self.costs[nearest].curve(), 1 << max(bucket[0] - nearest[0], 0))
 
     def _first_wait(self, state: DepthState, price: Price, num: int) -> int:
-        """What a probe of all would cost, less what it is expected to bring, within the budget.
-
-        A request alone waits half of that: text that turned easy is its own loss. In a batch all pay for each probe.
-        """
+        """What a probe of all would cost, less what it is expected to bring, within the budget. A request alone waits
+        half of that; in a batch all pay for each probe."""
         depth = price.probe_depth(self.probes)
         cost = (price.fixed / num + price.rows[depth]) * num / price.plain - (self._tokens(state)[depth] - 1)
         return min(max(round(cost / BUDGET / (2 if num == 1 else 1)), FIRST_WAIT), 4 * LONG_WAIT)
@@ -413,10 +394,8 @@ class DepthController:
             states[i].price = (share + price.rows[depths[i]]) * num / price.plain
 
     def _probed(self, state: DepthState, drafted: int, accepted: int) -> None:
-        """A probe that went well is followed by another at once, until choose() leaves depth 0 or one fails.
-
-        Not by a deeper one: if that fails, its price keeps the request from trying again for twice as long.
-        """
+        """A probe that went well is followed by another at once, until choose() leaves depth 0 or one fails. Not by a
+        deeper one: if that fails, its price keeps the request from trying again for twice as long."""
         state.spent = max(state.spent + state.price - accepted, 0.0)
         if accepted >= state.price:
             if not state.probe and self._tokens(state)[1] < LIKELY:
@@ -427,7 +406,7 @@ class DepthController:
             state.waited, state.probe, state.spent = 0, 0, 0.0
 
     def _surprised(self, state: DepthState, drafted: int, accepted: int, block: Block | None) -> None:
-        """Compare the step with what was expected of it; text that changed is forgotten faster than memory fades."""
+        """Compares the step with what was expected; text that changed is forgotten faster than memory fades."""
         tokens = self._tokens(state)
         reached, excess, variance = 1.0, 0.0, 0.0
         for position in range(min(accepted + 1, drafted)):

@@ -1,10 +1,8 @@
 """Statistics of speculation: steps, drafts and accepted drafts, of one request or of all.
 
-Everything is computed from one table, (source, drafted, accepted) -> steps, so that a step costs one addition, a total
-is a sum of tables, and no two numbers can disagree. In JSON they have vLLM's names and keep its two invariants, by
-which tools such as AIPerf check a record: the histogram counts every drafting step once, and weighted by its index it
-gives the accepted drafts. speculation/depth.py decides which step drafts and how deep; the server decides when to
-send this.
+Everything is computed from one table, (source, drafted, accepted) -> steps, so a total is a sum of tables. In JSON they
+have vLLM's names and keep its two invariants, by which tools such as AIPerf check a record: the histogram counts every
+drafting step once, and weighted by its index it gives the accepted drafts.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ class SpecStats:
     verify_seconds: float = 0.0
 
     def record(self, drafted: int, accepted: int, source: str) -> None:
-        """Count one step of one request, which accepted the first 'accepted' of 'drafted' ids. 0 drafted is a plain
-        step."""
+        """Counts one step of one request. 0 drafted is a plain step."""
         assert 0 <= accepted <= drafted, f"{accepted} accepted of {drafted} drafted"
         if drafted:
             self.steps[source, drafted, accepted] += 1
@@ -31,17 +28,13 @@ class SpecStats:
             self.num_plain_steps += 1
 
     def add_time(self, draft: float, verify: float) -> None:
-        """Add seconds spent drafting and verifying."""
         self.draft_seconds += draft
         self.verify_seconds += verify
 
     def merge(self, other: SpecStats) -> None:
-        """Add the counts of 'other', which is not changed."""
         self.num_plain_steps += other.num_plain_steps
         self.steps.update(other.steps)
         self.add_time(other.draft_seconds, other.verify_seconds)
-
-    # ---- sums
 
     @property
     def num_spec_steps(self) -> int:
@@ -77,7 +70,7 @@ class SpecStats:
         own = [(drafted, steps) for (source, drafted, _), steps in self.steps.items() if source != "ngram"]
         return sum(steps for _, steps in own), sum(drafted * steps for drafted, steps in own)
 
-    # ---- lists per position: index 0 is the first draft of a step, the last index is that of the deepest step
+    # ---- lists per position: index 0 is the first draft of a step
 
     @property
     def acceptance_histogram(self) -> list[int]:
@@ -97,7 +90,7 @@ class SpecStats:
 
     @property
     def per_position_reached(self) -> list[int]:
-        """Steps that drafted this position and accepted every one before it: those in which it could be accepted."""
+        """Steps that drafted this position and accepted every one before it."""
         return self._by_position(lambda drafted, accepted: min(drafted, accepted + 1))
 
     # ---- rates: None where there is nothing to divide by
@@ -113,7 +106,7 @@ class SpecStats:
         return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
 
     def per_position(self) -> list[float | None]:
-        """How often position k was accepted where it was reached. A draft after a rejected one says nothing about k."""
+        """How often position k was accepted where it was reached."""
         return [_ratio(*pair) for pair in zip(self.per_position_accepted, self.per_position_reached, strict=True)]
 
     def as_dict(self) -> dict[str, object]:
@@ -132,8 +125,6 @@ class SpecStats:
             "verify_ms": self.verify_seconds * 1e3,
             "sources": self.sources,
         }
-
-    # ---- the parts
 
     @property
     def _deepest(self) -> int:
