@@ -203,27 +203,10 @@ def check(model: Model, results: dict[str, object]) -> None:
         error = off(layers.states[0, 2], state)
         if not error < of_state or not bool((layers.bases[0, 2] == total).all()):
             wrong.append(f"the state after a prompt is off by {error:.1e}")
-        wrong += tree_differs(layers) + company_differs(layers, x, ab, found["single"][1])
+        wrong += company_differs(layers, x, ab, found["single"][1])
         name = f"{model.name} {str(dtype).split('.')[1]}"
         print(f"{name}: {'; '.join(wrong) or 'right'}; a prompt's state is off by {error:.1e}", flush=True)
         results[f"{name} check"] = wrong or "ok"
-
-
-def tree_differs(layers: Layers) -> list[str]:
-    """Rows of a tree whose bits are not those of their path run alone."""
-    parents, memory = [-1, 0, 0, 1][:MOST_ROWS], layers.memories[0]
-    x, ab, _ = layers.rows(20 + len(parents))
-    run_cuts(layers, 3, x, ab, [(i, 1, 0) for i in range(20)])
-    view, slots, tree = view_of([len(parents)], [20]), int32([3]), int32(parents)
-    conv = cuda.causal_conv(x[20:], layers.weight, memory, slots, view, tree)
-    o = cuda.delta_rule(conv, ab[20:], memory, slots, view, layers.params, tree)
-    wrong = []
-    for row, path in enumerate([[0], [0, 1], [0, 2], [0, 1, 3]]):
-        at = [*range(20), *(20 + r for r in path)]
-        alone = run_cuts(layers, 3, x[at], ab[at], [(i, 1, 0) for i in range(len(at))])
-        if not torch.equal(alone[0][-1], conv[row]) or not torch.equal(alone[1][-1], o[row]):
-            wrong.append(f"row {row} of a tree differs from its path")
-    return wrong
 
 
 def company_differs(layers: Layers, x: Tensor, ab: Tensor, expected: Tensor) -> list[str]:

@@ -1,7 +1,7 @@
 """The paged cache's bookkeeping: which physical blocks are free, and how many sequences read each of the others.
 
 A block without readers may still hold K/V worth finding again (cache/prefix.py). It stays findable until it is handed
-out again, oldest release first. Integers only: the tensors are in cache/formats.
+out again, oldest release first. Integers only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockPool:
         return len(self._held)
 
     def hold(self, keep: int) -> None:
-        """Hand out no block that was never used, except for the first 'keep' blocks: on a CPU a block takes memory
+        """Hands out no block that was never used, except for the first 'keep' blocks: on a CPU a block takes memory
         when it is first written."""
         self.give_back()
         self._held = list(range(max(self._num_used, keep), self.num_blocks))
@@ -37,7 +37,7 @@ class BlockPool:
             del self._free[block]
 
     def give_back(self) -> None:
-        """End what `hold` began."""
+        """Ends what `hold` began."""
         for block in reversed(self._held):
             self._free[block] = None
             self._free.move_to_end(block, last=False)
@@ -47,7 +47,7 @@ class BlockPool:
         return self._readers[block]
 
     def allocate(self) -> int:
-        """Hand out the block that was released longest ago. The caller has checked num_free."""
+        """Hands out the block that was released longest ago. The caller has checked num_free."""
         block, _ = self._free.popitem(last=False)
         self.on_reuse(block)
         self._readers[block] = 1
@@ -55,14 +55,14 @@ class BlockPool:
         return block
 
     def retain(self, block: int) -> None:
-        """Add a reader to a block that is in use, or free and still remembered."""
+        """Adds a reader to a block that is in use, or free and still remembered."""
         if self._readers[block] == 0:
             del self._free[block]
         self._readers[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one reader from each block. Pass a sequence's blocks last to first, so that its tail is reused before
-        its head."""
+        """Removes one reader from each block. Pass a sequence's blocks last to first, so that its tail is reused
+        first."""
         for block in blocks:
             assert self._readers[block] > 0, f"block {block} released twice"
             self._readers[block] -= 1

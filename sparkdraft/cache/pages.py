@@ -1,10 +1,9 @@
 """Pages: room for what is kept of a few blocks only, and which blocks have one.
 
-Two caches keep such positions in pages: a TurboQuant cache, which reads them uncoded, and layers with a sliding window,
-which read no others. A page belongs to a block, as K/V do: requests that share blocks share pages. A block must have
-its page for as long as a later token may read it. As a request grows, pages fall behind and are given back; a page
-without readers keeps its content until it is handed out again, oldest release first. Integers only: the tensors and the
-map on the device belong to the cache.
+A TurboQuant cache keeps uncoded positions in pages, and layers with a sliding window keep all that they read there. A
+page belongs to a block: requests that share blocks share pages. A block must have its page for as long as a later token
+may read it. As a request grows, pages fall behind and are given back; a page without readers keeps its content until it
+is handed out again, oldest release first. Integers only.
 
     blocks of a request    | first | ........ no page ........ | recent | to be written |
     pages held             | held  |                           |  held  |     held      |
@@ -15,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from sparkdraft.cache.blocks import BlockPool
+from sparkdraft.cache.groups import CacheGroup
 from sparkdraft.cache.prefix import Hit
 from sparkdraft.core import Request
 
@@ -38,14 +38,13 @@ class PagePool:
         return self._pool.num_free
 
     def has(self, block: int) -> bool:
-        """Whether the block has a page, with or without readers."""
         return block in self._page_of
 
     def cover(self, block: int) -> int:
-        """Give a page, with one reader, to a block that was just handed out. The caller has checked num_free.
+        """Gives a page, with one reader, to a block that was just handed out. The caller has checked num_free.
 
-        If the block still has a page from before, it keeps that one. Otherwise it gets the page released longest ago,
-        and the block that loses it is among the changes.
+        A block that still has a page keeps it. Otherwise it gets the page released longest ago, and the block that
+        loses it is among the changes.
         """
         if block in self._page_of:
             page = self._page_of[block]
@@ -58,12 +57,11 @@ class PagePool:
         return page
 
     def retain(self, block: int) -> None:
-        """Add a reader to a page that exists."""
+        """Adds a reader to a page that exists."""
         self._pool.retain(self._page_of[block])
 
     def release(self, block: int) -> None:
-        """Remove one reader. A request that ends releases its last block first, so that its tail is lost before its
-        head."""
+        """Removes one reader. A request that ends releases its last block first, so that its tail is lost first."""
         self._pool.release([self._page_of[block]])
 
     def changes(self) -> list[tuple[int, int]]:
@@ -71,7 +69,7 @@ class PagePool:
         return [(block, self._page_of.get(block, -1)) for block in self._changed]
 
     def sent(self) -> None:
-        """The changes have reached the device. Changes of a step that failed before this are sent with the next."""
+        """The changes have reached the device. Those of a step that failed before this are sent with the next."""
         self._changed.clear()
 
     def _take(self, page: int) -> None:
@@ -82,11 +80,8 @@ class PagePool:
 
 
 def usable_blocks(pages: PagePool, hit: Sequence[int], block_size: int, first: int, recent: int) -> int:
-    """How many blocks of a prefix hit can be used so that the token after them finds the pages that it reads.
-
-    These are the pages of the first positions, and of the recent ones before that token. Using less of a hit costs time
-    and changes no text.
-    """
+    """How many blocks of a prefix hit can be used so that the token after them finds the pages that it reads: those of
+    the first positions, and of the recent ones."""
     head, tail = -(-first // block_size), -(-recent // block_size)
     usable = run = 0  # run: the number of consecutive blocks with pages that end here
     for count, block in enumerate(hit, 1):
@@ -98,7 +93,7 @@ def usable_blocks(pages: PagePool, hit: Sequence[int], block_size: int, first: i
     return usable
 
 
-class RecentRows:
+class RecentRows(CacheGroup):
     """The cache group of pages: each request holds those of its first positions, of the recent ones, and of those to be
     written. A prefix is used only as far as the pages at its end still exist."""
 
@@ -129,8 +124,7 @@ class RecentRows:
         return max(min(rows, blocks * self.block_size - request.num_computed), 1)
 
     def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
-        """A request that never fills a window begins only if there are pages for all of it; else it would soon be
-        preempted."""
+        """A request that never fills a window begins only if there are pages for all of it."""
         most, free = self._most_pages(request), self._free_for(request, running)
         if most < self.need:
             return free >= most - len(self._held.get(request, ()))
@@ -149,9 +143,6 @@ class RecentRows:
         held, end = self._held[request], len(request.blocks)
         for index in reversed(range(end - num_blocks, end)):
             self.pages.release(held.pop(index))
-
-    def remember(self, request: Request, index: int) -> None:
-        """Does nothing: a page belongs to its block, and is found with it."""
 
     def advance(self, request: Request) -> None:
         held = self._held[request]

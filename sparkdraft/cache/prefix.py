@@ -1,9 +1,8 @@
 """The prefix cache: finds the blocks that already hold the K/V of a prompt's beginning.
 
 A full block is identified by (key of the block before it, its own ids). Keys are serial numbers that are never reused,
-so the key of a block stands for the whole prefix that ends with it. The dictionary compares the ids themselves, not
-only their hash, so two prefixes cannot be confused. Blocks are remembered when their rows are committed and forgotten
-when the pool hands them out again. The groups decide how much of a hit can be used (cache/groups.py).
+so a key stands for the whole prefix that ends with its block. The dictionary compares the ids themselves, so two
+prefixes cannot be confused. The groups decide how much of a hit can be used (cache/groups.py).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class PrefixCache:
     def lookup(self, ids: Sequence[int]) -> Hit:
         """The longest remembered prefix of 'ids' in whole blocks. Changes nothing: the caller retains what it uses.
 
-        The last id is never covered: its row must run, because its logits are needed.
+        The last id is never covered: its logits are needed.
         """
         hit = Hit([], [])
         if not self.enabled:
@@ -57,7 +56,7 @@ class PrefixCache:
         return hit
 
     def insert(self, parent: int, ids: Sequence[int], block: int) -> int:
-        """Remember one full block of committed rows; returns its key.
+        """Remembers one full block of committed tokens; returns its key.
 
         If a block with the same prefix is known already, the new one gets the same key, and lookups find the first of
         the two, unless `prefers` chooses the new one.
@@ -77,7 +76,7 @@ class PrefixCache:
         return key
 
     def clear(self) -> None:
-        """Forget every block: no lookup finds anything that was inserted before."""
+        """Forgets every block."""
         self._entries.clear()
         self._name_of.clear()
 

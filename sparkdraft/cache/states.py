@@ -1,12 +1,11 @@
 """The states of recurrent layers: a slot per request, and pages of states from which prefixes continue.
 
-A slot has the state of every recurrent layer, and the rings of records and of the convolution's inputs that let a step
-be taken back (kernels/reference/recurrent.py). A page is a copy of a slot without its records: the state, and the
-inputs just before it. Neither grows with the context, so the more tokens a request has, the cheaper they are: a state
-of Qwen3.5-27B takes as much as the keys and values of 2,300 tokens.
+A slot has the state of every recurrent layer, and the rings of records and convolution inputs that let a step be taken
+back (kernels/reference/recurrent.py). A page is a copy of a slot without its records. Neither grows with the context: a
+state of Qwen3.5-27B takes as much as the keys and values of 2,300 tokens.
 
-A state cannot be cut back to a prefix, so a prefix is used only as far as a page of its state exists. A page describes
-the end of a block and is found by the key of the prefix that ends there; pages are handed out again by last use.
+A state cannot be cut back, so a prefix is used only as far as a page of its state exists. A page describes the end of a
+block and is found by the key of that prefix; pages are handed out again by last use.
 
     blocks of a prefix     | 0 | 1 | 2 | 3 | 4 | 5 |        a hit of 6 blocks is used up to block 3, and 4 and 5 are
     pages of states                  |   |                  computed again
@@ -21,9 +20,10 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from sparkdraft.cache.groups import CacheGroup, send_map
 from sparkdraft.cache.prefix import Hit
 from sparkdraft.core import Request, UserError
-from sparkdraft.kernels.ops import FOLD, Ops, input_ring, record_ring
+from sparkdraft.kernels.ops import FOLD, Ops, RecurrentState, input_ring, record_ring
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import RecurrentSpec
 from sparkdraft.models.common.sizes import input_count, record_count, state_count
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from sparkdraft.kernels.ops import AttentionView, RecurrentState
+    from sparkdraft.kernels.ops import AttentionView
 
 SAVE_EVERY = 2048  # tokens of a long prompt between two pages
 STATE_ITEMSIZE = 4  # states and records are float32, whatever the activations are
@@ -80,8 +80,8 @@ def plan_states(
     room: int,  # bytes for all caches
     has_prefixes: bool,
 ) -> StatePlan | None:
-    """None for a model without recurrent layers. Raises UserError if more slots are asked for than fit. If not one
-    fits, the weights are too large, which plan/resolve.py refuses."""
+    """None for a model without recurrent layers. Raises UserError if more slots are asked for than fit; if not one
+    fits, plan/resolve.py refuses."""
     layers = recurrent_layers(model)
     if not layers:
         return None
@@ -111,7 +111,7 @@ def fewer_requests(model: ModelConfig, max_seqs: int, deepest: int, itemsize: in
 
 
 class Copy(NamedTuple):
-    """Between a slot whose state stands at a border and a page."""
+    """A copy between a slot whose state stands at a border and a page."""
 
     slot: int
     page: int
@@ -119,9 +119,7 @@ class Copy(NamedTuple):
     saves: bool  # from the slot to the page; else the other way
 
 
-class Device(Protocol):
-    """`RecurrentStates`, as far as the bookkeeping needs it."""
-
+class Device(Protocol):  # `RecurrentStates`, for the bookkeeping
     def base_of(self, slot: int) -> int | None: ...
 
     def send(self, blocks: Sequence[tuple[int, int]]) -> None: ...
@@ -139,19 +137,17 @@ class Held:
     last_page: int = 0  # the last border of its text that has one
 
 
-class StateSlots:
+class StateSlots(CacheGroup):
     """The cache group of recurrent layers: which slot each request has, and which prefixes have a page. Integers only.
 
     Pages are saved where a later request is likely to continue: at the last border of a prompt, at the end of a hit
     that had to be cut because its state was missing, every SAVE_EVERY tokens of a long prompt, and where the state of a
     request stands when it ends or is preempted. `cut` lets a prompt's chunks end at these borders.
 
-    What is copied to a page must be the state at its border. The host computes where the state of a slot should stand
-    (`base`) from the committed tokens. But launched steps that are not read yet may have moved it on, and a request
-    that ended within a step may have run further than its text. So before a page is made, the device's own `base` is
-    read, after everything that was launched, and the page is made only if `base` is that border. No step is launched
-    between this read and the copy: the next `send` makes the copies, in the order in which they were asked for, before
-    its step.
+    The host computes where the state of a slot should stand (`base`) from the committed tokens, but launched steps may
+    have moved it on, and a request that ended within a step may have run further than its text. So before a page is
+    made, the device's own `base` is read, after everything that was launched, and the page is made only if `base` is
+    that border. No step is launched between this read and the copy, which the next `send` makes before its step.
     """
 
     def __init__(self, num_slots: int, num_pages: int, block_size: int, most_rows: int, device: Device) -> None:
@@ -190,10 +186,8 @@ class StateSlots:
             held.wanted = sorted(end for end in ends if end > start)
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
-        """A chunk ends at the next border that is wanted, or at any border where the prompt goes on after it.
-
-        A chunk that begins at a wanted border whose state is not folded yet must leave it there: it is a short one.
-        """
+        """A chunk ends at the next border that is wanted, or at any border where the prompt goes on after it. One that
+        begins at a wanted border whose state is not folded yet must leave it there: it is a short one."""
         held, start = self._held[request], request.num_computed
         if not self._has_pages:
             return rows
@@ -205,21 +199,9 @@ class StateSlots:
             end = border
         return end - start
 
-    def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
-        return True  # there is a slot for every request that may run
-
-    def can_grow(self, request: Request, num_blocks: int) -> bool:
-        return True
-
     def grow(self, request: Request, num_blocks: int) -> None:
         slot = self._held[request].slot
         self._slot_of |= dict.fromkeys(request.blocks[len(request.blocks) - num_blocks :], slot)
-
-    def shrink(self, request: Request, num_blocks: int) -> None:
-        """Does nothing: a block names the slot of the last request that was given it."""
-
-    def remember(self, request: Request, index: int) -> None:
-        """Does nothing: `advance`, which follows, knows where the state stands."""
 
     def advance(self, request: Request) -> None:
         held = self._held[request]
@@ -242,9 +224,6 @@ class StateSlots:
             self._copies = deque(each for each in self._copies if each.saves or each.slot != held.slot)
             self._free.append(held.slot)
 
-    def prefers(self, block: int, other: int) -> bool:
-        return False
-
     def send(self) -> None:
         self._device.send(list(self._slot_of.items()))
         self._slot_of.clear()
@@ -253,7 +232,7 @@ class StateSlots:
             self._copies.popleft()
 
     def _save(self, request: Request, held: Held, border: int | None) -> None:
-        """Make a page of the request's state, if it stands at this border of the committed text."""
+        """Makes a page of the request's state, if it stands at this border of the committed text."""
         index, rest = divmod(border or 0, self.block_size)
         if not self._has_pages or rest or not 0 < index <= len(request.chain):
             return
@@ -281,8 +260,6 @@ class StateSizes:
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """One layer's part."""
-
     states: RecurrentStates
     memory: RecurrentState
 
@@ -294,9 +271,9 @@ class StateLayer:
 class RecurrentStates:
     """The states of all recurrent layers.
 
-    A step begins by looking up the slots of its sequences once, in a map of blocks on the device: only one request
-    writes into a block, so the block of a sequence's first token names its slot. The slots are at a fixed address, so
-    captured and overlapped steps find them there. Pages and slots are copied between steps, when `StateSlots` says so.
+    A step looks up the slots of its sequences once, in a map of blocks on the device: only one request writes into a
+    block, so the block of a sequence's first token names its slot. The slots are at a fixed address, where captured
+    steps find them.
     """
 
     def __init__(
@@ -326,17 +303,14 @@ class RecurrentStates:
         self.inputs = empty(slots, inputs, spec.conv_channels, dtype=dtype)
         self.saved_state = empty(sizes.pages, *matrix)
         self.saved_inputs = empty(sizes.pages, spec.conv_width - 1, spec.conv_channels, dtype=dtype)
-        self.layers = [StateLayer(self, self._memory(layer, sizes.most_rows)) for layer in range(layers)]
+        parts = (self.state, self.base, self.keys, self.updates, self.decays, self.inputs)
+        self.layers: list[StateLayer] = []
+        for state, base, key, update, decay, kept in zip(*parts, strict=True):
+            memory = RecurrentState(state, base, key, update, decay, kept, sizes.most_rows)
+            self.layers.append(StateLayer(self, memory))
         self.slot_of = torch.full((sizes.blocks,), -1, dtype=torch.int32, device=device)  # by block
         self._slots = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.slots = self._slots
-
-    def _memory(self, layer: int, most_rows: int) -> RecurrentState:
-        parts = (self.state, self.base, self.keys, self.updates, self.decays, self.inputs)
-        from sparkdraft.kernels.ops import RecurrentState
-
-        state, base, keys, updates, decays, inputs = (part[layer] for part in parts)
-        return RecurrentState(state, base, keys, updates, decays, inputs, most_rows)
 
     @property
     def bytes_per_step(self) -> float:
@@ -347,7 +321,6 @@ class RecurrentStates:
         return state * (1 + 1 / FOLD) + record * (1 + (FOLD - 1) / 2) + inputs * self.conv_width
 
     def begin(self, view: AttentionView) -> None:
-        """Look up the slots of this step's sequences."""
         self.slots = self._slots[: view.context_len.shape[0]]
         self.ops.find_states(self.slot_of, view, self.block_size, self.slots)
 
@@ -358,15 +331,11 @@ class RecurrentStates:
         return int(found[0]) if len(found) == 1 else None
 
     def send(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Update the device's map: (block, slot of the request that will write into it), before the next step."""
-        import torch
-
-        if blocks:
-            places, slots = torch.tensor(blocks, dtype=torch.int32).t().to(self.slot_of.device, non_blocking=True)
-            self.slot_of[places.long()] = slots
+        """(block, slot of the request that will write into it), before the next step."""
+        send_map(self.slot_of, blocks)
 
     def copy(self, what: Copy) -> None:
-        """Copy a slot's state, which stands at the border, to a page, or a page to a slot."""
+        """Copies a slot's state, which stands at the border, to a page, or a page to a slot."""
         slot, page, border = what.slot, what.page, what.border
         if what.saves:
             self.saved_state[:, page] = self.state[:, slot]

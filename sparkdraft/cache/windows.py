@@ -1,9 +1,8 @@
 """Layers with a sliding window: their keys and values are in pages of a pool of their own, as many as the window needs.
 
-A token of such a layer sees the last 'window' positions, so the K/V of earlier blocks are never read again and their
-pages can serve other requests. A page belongs to a block: `RecentRows` (cache/pages.py) decides which blocks have one,
-and the map from blocks to pages is on the device. A step begins by looking up the pages of its tokens and tables once;
-after that these layers run like all others.
+A token of such a layer sees the last 'window' positions, so pages of earlier blocks can serve other requests.
+`RecentRows` (cache/pages.py) decides which blocks have a page, and the map from blocks to pages is on the device. A
+step begins by looking up the pages of its tokens and tables once; after that these layers run like all others.
 
     blocks of a request    | ........ no page any more ........ | window | to be written |
     pages held             |                                    |  held  |     held      |
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from sparkdraft.cache.formats import KeptLayer
 from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.cache.groups import send_map
 from sparkdraft.cache.pages import pages_of_a_request
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec
@@ -50,7 +50,7 @@ class WindowPlan:
 
 
 def window_layers(model: ModelConfig, context: int) -> dict[int, list[AttentionSpec]]:
-    """The layers that keep pages instead of blocks, per window. A window that spans the context makes a full layer."""
+    """The layers that keep pages, per window. A window that spans the context makes a full layer."""
     found: dict[int, list[AttentionSpec]] = {}
     for spec in model.cached_attention:
         if 0 < spec.window < context:
@@ -71,7 +71,7 @@ def plan_windows(
     most_blocks: int,  # upper limit: each block has at most one page
     asked: int,  # tokens that the full layers must hold; 0: nobody asked for a number
 ) -> tuple[tuple[WindowPlan, ...], int]:
-    """The pages, and how many requests they are enough for: as many as may run at once."""
+    """The pages, and how many requests they are enough for."""
     if not layers:
         return (), max_seqs
     need = {window: pages_of_a_request(block_size, 0, window, most_ahead) for window in layers}
@@ -126,8 +126,6 @@ class WindowGroup:
     ) -> None:
         import torch
 
-        from sparkdraft.kernels.ops import AttentionView
-
         self.ops, self.block_size = ops, block_size
         # One extra page of zeros takes the place of missing pages: a tile may reach beyond the window, and the masked
         # values there must be finite and must not be another request's.
@@ -136,37 +134,44 @@ class WindowGroup:
         for tensor in (*self.kv.k, *self.kv.v):
             tensor[self.missing].zero_()
         self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # per block; -1: it has no page
-        # At fixed addresses, because captured steps read and write them.
-        self._slots = torch.zeros(room.rows, dtype=torch.int32, device=device)
-        self.tables = torch.zeros(room.seqs, room.blocks, dtype=torch.int32, device=device)
-        self.slots, self.view = self._slots, AttentionView(self._slots, self._slots, self.tables, 0, 0)
+        self.room = room
+        self.lookup = PageLookup(self, room.rows)
 
     def layer(self, inner: LayerKV) -> WindowLayer:
         assert isinstance(inner, KeptLayer), "a layer that borrows its keys has no pages"
-        return WindowLayer(self, inner)
-
-    def begin(self, slots: Tensor, view: AttentionView) -> None:
-        """Translate the slots of this step's tokens, and the blocks they see, to pages."""
-        self.slots, tables = self._slots[: slots.shape[0]], self.tables[: view.block_tables.shape[0]]
-        self.ops.find_pages(self.page_of, slots, view.block_tables, self.block_size, self.slots, tables, self.missing)
-        self.view = replace(view, block_tables=tables)
+        return WindowLayer(self.lookup, inner)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
-        """Update the device's map: (block, its page or -1) of blocks that got or lost a page, before the next step."""
-        import torch
+        """(block, its page or -1) of blocks that got or lost a page, before the next step."""
+        send_map(self.page_of, changes)
 
-        if changes:
-            blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.page_of.device, non_blocking=True)
-            self.page_of[blocks.long()] = pages
+
+class PageLookup:
+    """The pages of a window's layers under the slots and blocks of a view, at fixed addresses for captured steps."""
+
+    def __init__(self, group: WindowGroup, most_rows: int) -> None:
+        from sparkdraft.kernels.ops import AttentionView
+
+        self.group, self._slots = group, group.page_of.new_zeros(most_rows)
+        self._tables = group.page_of.new_zeros(group.room.seqs, group.room.blocks)
+        self.slots, self.view = self._slots, AttentionView(self._slots, self._slots, self._tables, 0, 0)
+
+    def begin(self, slots: Tensor, view: AttentionView) -> None:
+        group, tables = self.group, self._tables[: view.block_tables.shape[0]]
+        self.slots = self._slots[: slots.shape[0]]
+        group.ops.find_pages(
+            group.page_of, slots, view.block_tables, group.block_size, self.slots, tables, group.missing
+        )
+        self.view = replace(view, block_tables=tables)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowLayer:
-    group: WindowGroup
-    inner: KeptLayer
+    lookup: PageLookup
+    inner: LayerKV
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
-        self.inner.write(qkv, rope_args, self.group.slots)
+        self.inner.write(qkv, rope_args, self.lookup.slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
-        return self.inner.attend(q, self.group.view, params)
+        return self.inner.attend(q, self.lookup.view, params)

@@ -1,12 +1,11 @@
 """Decides which drafts are accepted, and notices a model that computes NaN or infinities in place of logits.
 
 A draft is accepted if it equals the target's own sample at its position, and so do all drafts before it. Only the
-target's own samples are committed. Each is drawn with the request's real parameters from logits that follow committed
-text, so the output is what the target alone would have written, whatever was drafted.
+target's samples are committed, so the output is what the target alone would have written, whatever was drafted.
 
-Logits of NaN have no likeliest id: without a check the text would be empty, or one id forever. The sampler marks such a
-sample with the id -1, an overlapped step with a negative number of accepted drafts (engine/lanes.py), and the host
-raises when it reads either. One trial request at load shows it early, and the error names the tensor to blame.
+NaN logits have no likeliest id: without a check the text would be empty, or one id forever. The sampler marks such a
+sample with the id -1, an overlapped step with a negative number of accepted drafts (engine/slots.py), and the host
+raises when it reads either. A trial request at load shows it early, and the error names the tensor to blame.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class NotFinite(UserError):
 
 
 def committed(drafts: Sequence[int], samples: Sequence[int]) -> list[int]:
-    """The accepted drafts, then the target's sample after the last of them. samples[i] was drawn after drafts[:i].
-    Raises NotFinite if that sample is NONE."""
+    """The accepted drafts, then the target's sample after the last of them; samples[i] was drawn after drafts[:i].
+    Raises NotFinite."""
     assert len(samples) == len(drafts) + 1, (len(samples), len(drafts))
     accepted = 0
     for draft, sample in zip(drafts, samples, strict=False):
@@ -47,13 +46,13 @@ def committed(drafts: Sequence[int], samples: Sequence[int]) -> list[int]:
 
 
 def checked(logits: Tensor, ids: Tensor) -> Tensor:
-    """The ids, NONE where the logit of an id is NaN or +inf. logits: [rows, vocab]; ids: int64 [rows]."""
+    """The ids [rows], NONE where the logit [rows, vocab] of an id is NaN or +inf."""
     chosen = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
     return ids.where(chosen < float("inf"), NONE)
 
 
 def blamed(checkpoint: Checkpoint) -> str:
-    """Name the first tensor of a checkpoint that holds NaN or infinities; "" if none does. Reads all of them."""
+    """Names the first tensor of a checkpoint that holds NaN or infinities; "" if none does. Reads all of them."""
     for name in checkpoint.names():
         stored = checkpoint.read(name)
         if isinstance(stored, Tensor) and stored.is_floating_point() and not torch.isfinite(stored.float()).all():

@@ -1,4 +1,4 @@
-"""The project's own engine as a backend of the server: implements `Backend` (sparkdraft/backend.py) with an Engine."""
+"""The project's own engine as a backend of the server (sparkdraft/backend.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkdraft.backend import BackendStatus, CodingError, ModelInfo, Report
 from sparkdraft.cache.formats import CALIBRATION
 from sparkdraft.config import EngineConfig, usable_defaults
 from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput, UserError
-from sparkdraft.engine.caches import held_units
+from sparkdraft.engine.build import held_units
 from sparkdraft.engine.coding_errors import MOST_CHARS, coding_errors
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts
@@ -31,7 +31,7 @@ STEPS = 4  # per trial: the prompt, a shape's first run, its capture, and one to
 
 
 def load_backend(options: dict[str, Any], report: Report) -> EngineBackend:
-    """Load the model that the options name, warm it up and return it ready for requests."""
+    """Loads the model that the options name and warms it up."""
     config = EngineConfig.of(**options)
 
     def weights(done: int, total: int) -> None:
@@ -70,8 +70,7 @@ class EngineBackend:
         return self.engine.step()
 
     def fail_batch(self, error: Exception) -> list[str]:
-        """Errors that libraries raise as their own types (Triton, cuBLAS) are found by Engine.fail_batch, which waits
-        for the GPU."""
+        """Errors of libraries' own types (Triton, cuBLAS) are found by Engine.fail_batch, which waits for the GPU."""
         if isinstance(error, torch.AcceleratorError):  # the GPU's context may be lost, and with it every tensor
             raise error
         return self.engine.fail_batch()
@@ -103,9 +102,8 @@ class EngineBackend:
 
 
 def kv_usage(engine: Engine) -> float:
-    """The share of the caches' bytes that requests hold: of blocks, and of what layers with windows, coded layers and
-    recurrent ones keep beside them. What is only remembered for later prompts is free, and so are blocks
-    that nobody may take for now."""
+    """The share of the caches' bytes that requests hold: of blocks, and of pages and states beside them. What is only
+    remembered for later prompts counts as free, and so do blocks that nobody may take for now."""
     plan, pool = engine.plan, engine.pool
     free = engine.scheduler.groups.num_free
     parts = [(pool.num_blocks, plan.memory.kv // max(plan.num_blocks, 1), pool.num_free + pool.num_held)]
@@ -173,11 +171,9 @@ def trials(plan: Plan, max_depth: int, has_experts: bool = False) -> list[Trial]
 
 
 def warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
-    """Run requests of the shapes that a server will get, before it reports that it is ready.
+    """Runs requests of the shapes that a server will get, so that the first request is as fast as the tenth.
 
-    Loading has compiled the kernels and measured a single request (Engine.warm_up). Here prompts of several lengths,
-    batches, sampling, a grammar, and drafts with each of them run once, so that the first request is as fast as the
-    tenth. The most usual shapes come first, and a slow machine stops when its time is up.
+    The most usual shapes come first, and a slow machine stops when its time is up.
     """
     numbers = random.Random(0)
     todo = trials(engine.plan, engine.drafting.max_depth, engine.drafting.has_experts)
@@ -191,7 +187,7 @@ def warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
 
 
 def _try(engine: Engine, trial: Trial, numbers: random.Random) -> None:
-    """Run the prompts and a few more steps. The text is random and is thrown away."""
+    """Runs the prompts and a few more steps. The text is random and is thrown away."""
     names = []
     for _ in range(trial.seqs):
         ids = [numbers.randrange(engine.sampler.vocab_size) for _ in range(trial.num_prompt)]

@@ -1,7 +1,7 @@
-"""Builds an engine from a plan: the model with its weights, the drafter, the KV cache, the runner and the sampler.
+"""Builds an engine from a plan: the model with its weights, the drafter, the caches, the runner and the sampler.
 
-This is the one place that knows all parts; each part knows only its own. The plan has refused everything that cannot
-run before the first weight is read here (engine/machine.py, plan/resolve.py); engine/load.py opens the checkpoint.
+The plan has refused everything that cannot run before the first weight is read here (engine/machine.py,
+plan/resolve.py); engine/load.py opens the checkpoint.
 """
 
 from __future__ import annotations
@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from sparkdraft import kernels
-from sparkdraft.cache.formats import kv_format
+from sparkdraft.cache.formats import Build, KVCache, kv_format
+from sparkdraft.cache.formats.dense import DenseKV, in_windows
+from sparkdraft.cache.groups import CacheGroup
+from sparkdraft.cache.layered import LayeredKV
+from sparkdraft.cache.pages import PagePool, RecentRows
+from sparkdraft.cache.states import RecurrentStates, StateSizes, StateSlots, recurrent_layers
+from sparkdraft.cache.windows import StepRoom, WindowGroup
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.drafters import find
@@ -21,18 +28,18 @@ from sparkdraft.drafters.base import Drafter, ReadsTarget
 from sparkdraft.drafters.find import Choice, DraftSource
 from sparkdraft.drafters.pairs import check_pair
 from sparkdraft.drafters.vocabulary import IdCounts
-from sparkdraft.engine.caches import dense_cache, scratch_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
+from sparkdraft.kernels.ops import FOLD, Ops
 from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.models.registry import architecture
-from sparkdraft.plan.resolve import Plan
+from sparkdraft.plan.resolve import MOST_AHEAD, Plan
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.loader import Loader, Progress, WeightSource
@@ -42,8 +49,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def find_drafter(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> Choice[DraftSource]:
-    """The drafter that a config means, or None. A drafter that was named and does not fit is refused. checkpoint: the
-    target's, which may hold one."""
+    """The drafter that a config means, or None; one that was named and does not fit is refused. checkpoint: the
+    target's."""
     found = _find(config, target, checkpoint)
     if found.drafter:
         return found._replace(drafter=found.drafter.asked(config.drafter_weights, config.draft_vocab, target))
@@ -77,12 +84,10 @@ def build_engine(
     chosen: Sequence[Fallback] = (),
     model: Decoder | None = None,
 ) -> Engine:
-    """calibration: ids of any text, for KV formats that learn from one. chosen: what is to be said about
-    the choice of the drafter and of the settings. model: the weights, if an engine of the same context has loaded them
-    before."""
-    # The native kernels have their own threads. Torch runs only small operators beside them, and its threads, which
-    # spin after each operator, would take the cores.
+    """calibration: ids for KV formats that learn from a text. chosen: fallbacks about the drafter and the settings.
+    model: the weights, if an engine of the same context has loaded them before."""
     counts = IdCounts(config.count_ids, model_config.vocab_size) if config.count_ids else None
+    # The native kernels have their own threads, and torch's, which spin after each operator, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], kernels.load(plan.kernels)
     if plan.kernels == "native":
@@ -127,13 +132,71 @@ def _unknown_ends(tokenizer: Vocabulary, vocab_size: int) -> list[Fallback]:
 def _build_drafter(
     source: DraftSource, config: EngineConfig, plan: Plan, target: Decoder
 ) -> tuple[Drafter, list[Fallback]]:
-    """The drafter, and what loading it settled for. Its weights are quantised only if the user asks for it, whatever
-    the target's are; its K/V are exact."""
+    """The drafter, and what loading it settled for. Its weights are quantised only if the user asks for it; its K/V are
+    exact."""
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], target.ops
     form, keeps = source.weights, config.weights_cache
     cache = open_cache(source.source.path, form, plan.device, "drafter") if keeps else None
     with cache or nullcontext():
         load = Loader(source.source, device, dtype, ops, weights=form, cache=cache, option="drafter_weights")
-        kv = dense_cache(source.caps.kv, plan, dtype, device, ops)
+        kv = DenseKV(source.caps.kv, plan.num_blocks, plan.block_size, dtype, device, ops)
         made = source.build(load, ops, target, kv, plan.max_model_len, plan.max_seqs)
     return made, [replace(each, name=f"in the drafter, {each.name}") for each in load.fallbacks]
+
+
+def target_cache(
+    model: ModelConfig,
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    same_bits_up_to: int,
+    learned: Any = None,  # what the format's `learn` returned
+) -> tuple[KVCache, list[CacheGroup]]:
+    windows, kind = {window.window: window for window in plan.windows}, kv_format(plan.kv)
+    full = [spec for spec in model.cached_attention if spec.window not in windows]
+    numbers = [i for i, layer in enumerate(model.layers) if layer.mixer in full]
+    sizes = (plan.num_blocks, plan.block_size, plan.coded, plan.reads_back, MOST_AHEAD)
+    cache, groups = kind.build(Build(full, numbers, *sizes, dtype, device, ops, same_bits_up_to, learned))
+    if len(full) == model.num_layers:
+        return cache, groups
+    room = StepRoom(plan.max_step_tokens, plan.max_seqs, -(-plan.max_model_len // plan.block_size))
+    slid, kept = {}, in_windows(kind).dtype(dtype)
+    for size, window in windows.items():
+        own = [spec for spec in model.cached_attention if spec.window == size]
+        counts = (window.pages, plan.num_blocks, plan.block_size, room)
+        slid[size] = WindowGroup(own, *counts, kept, device, ops, same_bits_up_to)
+        pages = PagePool(window.pages)
+        groups.append(RecentRows(pages, plan.block_size, 0, size + plan.reads_back, MOST_AHEAD, slid[size].send))
+    states = None
+    if recurrent := plan.states:
+        assert same_bits_up_to <= recurrent.most_rows, "drafts deeper than the plan knows could not be taken back"
+        kept_states = (recurrent.slots, recurrent.pages, recurrent.most_rows)
+        states = RecurrentStates(
+            recurrent_layers(model), StateSizes(*kept_states, plan.num_blocks, plan.block_size), dtype, device, ops
+        )
+        groups.append(StateSlots(*kept_states[:2], plan.block_size, recurrent.most_rows, states))
+    return LayeredKV([layer.mixer for layer in model.layers], cache, slid, states, ops), groups
+
+
+def held_units(plan: Plan) -> list[tuple[int, int]]:
+    """(units, bytes of one) of each cache group, in the order of `target_cache`."""
+    units = []
+    if plan.coded and plan.coded.pages:
+        units.append((plan.coded.pages, plan.coded.page_bytes))
+    units += [(window.pages, window.page_bytes) for window in plan.windows]
+    return units + ([(plan.states.slots, plan.states.slot_bytes)] if plan.states else [])
+
+
+def scratch_cache(
+    model: ModelConfig, num_rows: int, plan: Plan, dtype: torch.dtype, device: torch.device, ops: Ops
+) -> KVCache:
+    """An exact cache of all layers for one sequence of so many tokens, which uses its blocks in order."""
+    blocks = -(-num_rows // plan.block_size)
+    full, states = DenseKV(model.cached_attention, blocks, plan.block_size, dtype, device, ops), None
+    if plan.states:
+        states = RecurrentStates(
+            recurrent_layers(model), StateSizes(1, 0, FOLD, blocks, plan.block_size), dtype, device, ops
+        )
+        states.send([(block, 0) for block in range(blocks)])
+    return LayeredKV([layer.mixer for layer in model.layers], full, {}, states, ops)

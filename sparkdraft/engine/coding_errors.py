@@ -1,9 +1,8 @@
-"""Measures a coded KV cache against its bound: what it gives back for the rows of a text, against what was written.
+"""Compares a coded KV cache with its bound: what it gives back for the tokens of a text, against what was written.
 
-The model runs once over the text with an exact cache. Each layer's rows are also written to its part of the engine's
-own cache, in free blocks, and read back from there. The errors of codes depend on their bits alone and not on the model
-(docs/numbers/turboquant.md), so a cache beyond the limit has a broken kernel, a wrong table or a layout that does not
-fit. cache/formats/turboquant.py measures the same on users' requests, in a mode of its own.
+The model runs once over the text with an exact cache. Each layer's tokens are also written to its part of the engine's
+own cache, in free blocks, and read back. The errors of codes depend on their bits and hardly on the model
+(docs/numbers/turboquant.md), so a cache beyond the limit has a broken kernel, a wrong table or a wrong layout.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from sparkdraft.backend import CodingError
 from sparkdraft.cache.formats import KeptLayer
-from sparkdraft.cache.formats.dense import DenseLayer, rows_at
-from sparkdraft.engine.caches import scratch_cache
+from sparkdraft.cache.formats.dense import DenseLayer, rows_at, whole_text
+from sparkdraft.engine.build import scratch_cache
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.common.blocks import Step
@@ -26,7 +25,7 @@ MOST_CHARS, MOST_ROWS = 600, 64
 
 
 class TwinLayer:
-    """A layer's exact cache that writes each row to a coded one as well, and compares what they hold."""
+    """A layer's exact cache that writes each token to a coded one as well, and compares what they hold."""
 
     def __init__(self, number: int, exact: DenseLayer, kept: KeptLayer, slots: Tensor) -> None:
         self.number, self.exact, self.kept, self.slots = number, exact, kept, slots
@@ -46,7 +45,7 @@ class TwinLayer:
 
 @torch.inference_mode()
 def coding_errors(engine: Engine, ids: Sequence[int]) -> list[CodingError]:
-    """ids: of any text. Empty if no layer is coded. No request may run meanwhile."""
+    """Empty if no layer is coded. No request may run meanwhile."""
     kept = {
         i: part
         for i, layer in enumerate(engine.runner.kv.layers)
@@ -60,17 +59,12 @@ def coding_errors(engine: Engine, ids: Sequence[int]) -> list[CodingError]:
     assert not engine.has_work and len(blocks) <= engine.pool.num_free, "the cache is in use"
     scratch = scratch_cache(model.config, len(ids), engine.plan, model.dtype, device, model.ops)
     taken = [engine.pool.allocate() for _ in blocks]
-    positions = torch.arange(len(ids), dtype=torch.int32, device=device)
     slots = torch.tensor([taken[i // size] * size + i % size for i in range(len(ids))], dtype=torch.int32).to(device)
-    starts, context = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, len(ids)], [len(ids)]))
-    tables = torch.tensor([list(blocks)], dtype=torch.int32, device=device)
-    view = AttentionView(starts, context, tables, len(ids), len(ids))
-    if scratch.begin:
-        scratch.begin(positions, view)
+    tokens, positions, view = whole_text(ids, scratch, size, device)
     exact: list[Any] = list(scratch.layers)
     twins = {i: TwinLayer(i, exact[i], part, slots) for i, part in kept.items()}
     parts = [twins.get(i, layer) for i, layer in enumerate(exact)]
-    model.forward(Step(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, parts))
+    model.forward(Step(tokens, positions, positions, view, parts))
     engine.pool.release(reversed(taken))
     found = [error for twin in twins.values() for error in twin.found]
     return sorted(found, key=lambda e: e.error / e.limit if e.error == e.error else float("inf"), reverse=True)

@@ -1,9 +1,8 @@
 """Decides which source drafts and how deep, and records how it went: the engine's one view of speculation.
 
 In each step it names a depth for every decoding request (fixed by the user, or chosen by speculation/depth.py) and
-fills in
-drafts: from the request's own text where a long match is found, else from the drafter. After the step it passes on what
-was accepted to the controllers and the statistics. Without a drafter and without n-grams it does nothing, at no cost.
+fills in drafts: from the request's own text where a long match is found, else from the drafter. After the step it
+passes on what was accepted. Without a drafter and without n-grams it does nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from sparkdraft.speculation.costs import Reads
 from sparkdraft.speculation.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
 from sparkdraft.speculation.stats import SpecStats
 
-# The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False). The latter is the
-# embedded drafter's mean over all classes of prompts (docs/numbers/drafting.md). A request that starts by drafting and
-# learns that it should not loses 1 %; one that starts paused and should draft loses up to a quarter.
+# The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False), which is the embedded
+# drafter's mean (docs/numbers/drafting.md). Starting to draft in vain costs 1 %, starting paused up to a quarter.
 START = {True: 0.8, False: 0.69}
 LOOK_EVERY = 4  # while no match is found, a request's text is searched again after this many new ids
-UNRECORDED = 2  # the first steps of a new shape are launched plainly or recorded, and may take several times as long
+UNRECORDED = 2  # the first steps of a new shape are launched plainly or captured, and take several times as long
 PLAIN_SAMPLE = 8  # one of this many plain steps is timed
 
 
@@ -51,7 +49,7 @@ class Speculation:
 
 
 def check_depth(name: str, depth: int | None, most: int, has_drafter: bool) -> None:
-    """Raise UserError if this asks for more drafts per step than can be made."""
+    """Raises UserError if this asks for more drafts per step than can be made."""
     if depth and depth > most:
         own = "this drafter allows" if has_drafter else "drafts from the request's own text go up to"
         limit = f"{own} {most}: ask for fewer, or leave it out" if most else "there is no drafter: leave it out"
@@ -59,7 +57,7 @@ def check_depth(name: str, depth: int | None, most: int, has_drafter: bool) -> N
 
 
 def check_depths(spec: int | None, depths: Sequence[int] | None, most: int, has_drafter: bool) -> None:
-    """Raise UserError if `spec` or `spec_depths` asks for more drafts per step than can be made."""
+    """Raises UserError if `spec` or `spec_depths` asks for more drafts per step than can be made."""
     check_depth("spec", spec, most, has_drafter)
     if depths and most:
         check_depth("spec_depths", max(depths), most, has_drafter)
@@ -77,8 +75,7 @@ class Drafting:
         cut: str = "auto",
     ) -> None:
         """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
-        the target's weights, in any unit. depths: those to choose from; None: automatic. cut: whether blocks of drafts
-        are cut by their confidence: auto, on or off."""
+        the target's weights, in any unit. depths: those to choose from; None: automatic. cut: auto, on or off."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
         self.is_off = False  # whether no request drafts, whatever it asks for
         self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
@@ -131,7 +128,7 @@ class Drafting:
         return {r: depth for r, depth in limited.items() if depth > 0}
 
     def propose(self, batch: Batch) -> None:
-        """Fill in the drafts of all work that has room for them."""
+        """Fills in the drafts of all work that has room for them."""
         for request in batch.preempted:
             self._forget_rows(request)
         drafting = [w for w in batch.work if w.most_drafts]
@@ -147,8 +144,7 @@ class Drafting:
                 self.controllers[self.model].verifies([w.num_draft for w in neural], len(batch.work))
 
     def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
-        """After the step: show the drafter the committed rows; tell the controller and the statistics what was
-        accepted."""
+        """After the step: shows the drafter the committed tokens, and records what was accepted."""
         if not self.max_depth:
             return
         self._num_observed += 1
@@ -168,8 +164,7 @@ class Drafting:
                 self.learn(work.request, work.num_draft, accepted, work.source, work.num_refused)
 
     def learn(self, request: Request, num_draft: int, accepted: int, source: str, num_refused: int = 0) -> None:
-        """Record what one step did to a request: drafts that ran, drafts that a grammar refused before, accepted
-        drafts."""
+        """Records one step of a request: drafts that ran, drafts that a grammar refused before, accepted drafts."""
         kept = self._of(request)
         kept.stats.record(num_draft + num_refused, accepted, source)
         source = source or kept.source
@@ -178,7 +173,7 @@ class Drafting:
             self.controllers[source].record(kept.depth[source], compared, accepted)
 
     def cut_terms(self, requests: list[Request], depths: dict[Request, int]) -> list[float]:
-        """By what the device cuts the blocks of these requests in the coming step; none: there is nothing to cut."""
+        """By what the device cuts the blocks of these requests; none: there is nothing to cut."""
         if not self.cuts or not depths:
             return []
         chosen = (r in depths and self._asked(r) is None for r in requests)
@@ -186,10 +181,8 @@ class Drafting:
         return self.controllers[self.model].cut_terms(states)
 
     def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
-        """Record one overlapped step. In these steps only the model drafts.
-
-        seconds: the time of the step; verify: the part of it after drafting. Each is 0 if it is not known.
-        """
+        """Records one overlapped step, in which only the model drafts. seconds: its time; verify: the part of it after
+        drafting. Each is 0 if it is not known."""
         if not self.max_depth:
             return
         num_drafting = sum(step.drafted > 0 for step in steps)
@@ -263,8 +256,6 @@ class Drafting:
                 controller.close(kept.depth[source])
             self.total.merge(kept.stats)
 
-    # ---- the parts
-
     def _cut(self, work: Work, gaps: list[float]) -> int:
         """How many drafts of a block to verify. A depth that was asked for by name is kept."""
         request = work.request
@@ -274,8 +265,8 @@ class Drafting:
         return self.controllers[self.model].cut(state, gaps, request.params.temperature > 0)
 
     def _reason_not_to_cut(self, cut: str, proposer: Proposer | None) -> str:
-        """On a CPU every row costs time. On a GPU finding out how sure drafts are costs every drafted step a little,
-        for requests that name their depth too."""
+        """On a CPU every token costs time. On a GPU finding out how sure drafts are costs every drafted step a
+        little."""
         if cut == "off":
             return "cut is off"
         if cut == "on" or proposer is None or proposer.device.type == "cpu":
@@ -285,7 +276,7 @@ class Drafting:
         return "" if self.default is None else "the depth is fixed"
 
     def _wants_plain(self, contexts: list[int]) -> bool:
-        """Whether to time this plain step. Plain steps of a known kind are many and alike, so only some are timed."""
+        """Whether to time this plain step: those of a known kind are many and alike, so only some are timed."""
         self._num_plain += 1
         num, longest = len(contexts), max(contexts)
         bucket = bucket_of(num, longest)
@@ -296,23 +287,17 @@ class Drafting:
         return False
 
     def _measured(
-        self,
-        sources: set[str],
-        deepest: int,
-        num: int,
-        longest: int,
-        seconds: float,
-        block: int = 0,
-        draft: float | None = None,
-    ) -> None:
-        """Tell the controllers the time of a step. A plain step goes to all of them; a step with several sources goes
-        to none. draft: its part before verifying, None if it was not timed; block: the depth of that part."""
+        self, sources: set[str], deepest: int, num: int, longest: int, seconds: float,
+        block: int = 0, draft: float | None = None,
+    ) -> None:  # fmt: skip
+        """The time of a step: a plain one goes to all controllers, one with several sources to none. draft: its part
+        before verifying, None if it was not timed; block: the depth of that part."""
         for source, controller in self.controllers.items():
             if sources <= {source}:
                 controller.measured(deepest, num, longest, seconds, block, draft)
 
     def _could_pay(self, num: int, longest: int) -> bool:
-        """Whether drafts could pay in a batch of this many requests, or the drafter must see all rows in any case."""
+        """Whether drafts could pay in a batch of this many requests, or the drafter must see all tokens in any case."""
         if self.proposer is None or not self.proposer.may_pass_over:
             return True
         bucket = bucket_of(num, longest)
@@ -326,8 +311,7 @@ class Drafting:
         return self.default if asked is None else None if asked == AUTO else asked
 
     def _limited(self, request: Request, depth: int) -> int:
-        """Limit a depth: no drafts past the last token wanted, none where a draft block would reach past the context's
-        end."""
+        """Limits a depth: no drafts past the last token wanted, none where a block would pass the context's end."""
         if request.num_tokens + self.lookahead > self._max_model_len:
             return 0
         most = request.max_output - len(request.output_ids) - 1
@@ -343,8 +327,7 @@ class Drafting:
         return kept
 
     def _look_up(self, request: Request) -> str:
-        """The source that would draft. A long match in the request's own text is preferred: it is free and seldom
-        wrong."""
+        """The source that would draft. A long match in the own text is preferred: it is free and seldom wrong."""
         kept = self._of(request)
         kept.source = self.model if self.proposer and self.proposer.is_ready(request) else ""
         if self.ngram:

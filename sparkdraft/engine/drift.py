@@ -1,11 +1,9 @@
 """Whether steps take longer than they did: the time of recent decode steps over what such steps took before.
 
-Steps are told apart by their number of requests, rows and context. What a kind of step takes is learnt from the fastest
-of them and is never raised, so that a machine that has become slow does not pass for a usual one. (The costs in
-speculation/costs.py follow the machine within some fifty steps, because depths are chosen by what steps cost now.)
-
-Other programs' load makes steps longer too, and is not what is looked for. So steps are judged in batches, and a batch
-is dropped if a thread of this process waited for a core through much of it, which the kernel counts.
+Steps are told apart by their requests, tokens and context. The usual time of a kind follows the fastest steps and is
+never raised, so a machine that has become slow does not pass for a usual one. Other programs' load makes steps longer
+too: steps are judged in batches, and a batch is dropped if a thread of this process waited for a core through much of
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ LATE = 8.0  # a step that is later than this counts as this late: a kernel was c
 
 
 class CoreWait:
-    """How long threads of this process were ready to run while other threads had all the cores."""
+    """How long threads of this process were ready to run while others had all the cores."""
 
     def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
         self._tasks = tasks
@@ -63,8 +61,8 @@ class StepDrift:
         return self._recent if self._num_recent * WEIGHT >= 1 else None
 
     def learn(self, num_seqs: int, num_rows: int, context: int, seconds: float) -> None:
-        """One step in which requests only decoded. context: tokens of all requests together, which is what the step
-        reads of the cache. 0 seconds: its time is not known."""
+        """One step in which requests only decoded. context: tokens of all requests together. 0 seconds: its time is not
+        known."""
         if not seconds:
             return
         kind = _about(num_seqs), _about(num_rows), _about(context >> 8)
@@ -78,7 +76,7 @@ class StepDrift:
             self._judge()
 
     def _judge(self) -> None:
-        """Count the steps of the batch, unless other programs had the cores meanwhile."""
+        """Counts the steps of the batch, unless other programs had the cores meanwhile."""
         waited = self._core_wait()
         if waited is not None and waited <= WAITED * self._batch_seconds:
             for late in self._batch:
@@ -93,6 +91,6 @@ class StepDrift:
 
 
 def _about(number: int) -> int:
-    """The number's first four binary digits: small numbers as they are, and eight classes up to each further double."""
+    """The number's first four binary digits."""
     shift = max(number.bit_length() - 4, 0)
     return number >> shift << shift

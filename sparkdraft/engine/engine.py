@@ -1,8 +1,7 @@
 """The engine: it takes requests, runs steps and returns outputs. `Engine.step` is the whole journey of a token.
 
-It has no policy and no tensors of its own: the scheduler decides, the drafter proposes, the runner runs the model, the
-sampler samples, and each request's `Output` makes text. It is not thread-safe: one caller adds, steps and aborts (the
-server runs it in a process of its own).
+The scheduler decides, the drafter proposes, the runner runs the model, the sampler samples, and each request's `Output`
+makes text. It is not thread-safe: one caller adds, steps and aborts.
 """
 
 from __future__ import annotations
@@ -50,11 +49,9 @@ class Engine:
         fallbacks: Sequence[Fallback] = (),
         counts: IdCounts | None = None,
     ) -> None:
-        """overlap: runs the steps in which all requests only decode; without it the host runs every step.
-
-        groups: what requests hold beside their blocks (cache/groups.py). fallbacks: what loading settled for.
-        counts: of the ids that requests write, if they are counted.
-        """
+        """overlap: runs the steps in which all requests only decode; without it the host runs every step. groups: what
+        requests hold beside their blocks. fallbacks: what loading settled for. counts: of the ids that requests write,
+        if they are counted."""
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
         self.drafting, self.overlap, self._fallbacks, self._counts = drafting, overlap, fallbacks, counts
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
@@ -78,10 +75,9 @@ class Engine:
         request_id: str | None = None,
         grammar: Grammar | None = None,
     ) -> str:
-        """Queue a request; it runs from the next step on. Returns the id that its outputs carry.
+        """Queues a request; it runs from the next step on. Returns the id that its outputs carry.
 
-        grammar: the grammar of params, compiled in advance by `grammars.compile` (in any thread); None: it is compiled
-        here.
+        grammar: that of params, compiled in advance by `grammars.compile` (in any thread).
         """
         self._check(prompt_ids, params)
         if params.grammar and grammar is None:
@@ -100,7 +96,7 @@ class Engine:
         return name
 
     def abort(self, request_id: str) -> None:
-        """End a request now, in whatever state it is. An id that has ended already is no error."""
+        """Ends a request now. An id that has ended already is no error."""
         self._removed.clear()
         if request_id in self._by_id:
             self._ended += self.read_launched()
@@ -110,14 +106,13 @@ class Engine:
             self._remove(request)
 
     def fail_batch(self) -> list[str]:
-        """After an exception in a step or an abort: drop every request that may be left half changed. Returns their
+        """After an exception in a step or an abort: drops every request that may be left half changed. Returns their
         ids.
 
-        No further output of these requests follows. They are all running requests and their siblings. Waiting requests
-        stay and run from the next step on. If nothing runs, the first waiting request is dropped, because admitting it
-        is what failed. Afterwards all blocks are free and the prefix cache is empty: a block may lack rows that the end
-        of the step would have written. On a GPU this waits for everything that was launched; a GPU that cannot finish
-        raises here, and its process must end.
+        These are all running requests and their siblings; waiting requests stay. If nothing runs, the first waiting
+        request is dropped, because admitting it is what failed. Afterwards all blocks are free and the prefix cache is
+        empty, because a block may lack tokens. On a GPU this waits for everything that was launched; a GPU that cannot
+        finish raises here, and its process must end.
         """
         if self.plan.device == "cuda":
             torch.cuda.synchronize()
@@ -142,7 +137,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Run one pass of the target over everything that is scheduled."""
+        """Runs one pass of the target over everything that is scheduled."""
         begin = time.perf_counter()
         self._removed.clear()
         depths = self.drafting.depths(self.scheduler.decoding())
@@ -172,8 +167,8 @@ class Engine:
         return self._take_ended() + outputs
 
     def warm_up(self) -> None:
-        """Run the shapes that a single request brings, before anyone waits for them. This compiles kernels, records
-        steps, and measures the cost of a step at each depth for the depth controllers. Raises NotFinite."""
+        """Runs the shapes that a single request brings: this compiles kernels, captures steps, and measures the cost of
+        a step at each depth. Raises NotFinite."""
         self._try(0, [*range(16)], 1)  # whatever the depths, a model that computes NaN shows it here
         if self.drafting.proposer:
             self.runner.record_rows(1 + self.drafting.max_depth)
@@ -197,7 +192,7 @@ class Engine:
         self.abort(name)
 
     def reset_counts(self) -> None:
-        """Start counting anew: the requests so far were not a user's."""
+        """Starts counting anew: the requests so far were not a user's."""
         self.scheduler.num_preempted = 0
         self.drafting.reset_counts()
         self.drift.forget_recent()
@@ -211,7 +206,7 @@ class Engine:
         return self.runner.kv.meter.errors() if self.runner.kv.meter else None
 
     def switch(self, part: str, on: bool) -> None:
-        """Do without a part, or take it up again (sparkdraft/backend.py names them)."""
+        """Does without a part, or takes it up again (sparkdraft/backend.py names them)."""
         if part == DRAFTING:
             self.drafting.is_off = not on
         elif part == PREFIX_CACHE:
@@ -227,8 +222,7 @@ class Engine:
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """What runs differently from what was asked: the plan's fallbacks, and those that loading and running showed
-        since."""
+        """What runs differently from what was asked: the plan's fallbacks, and those of loading and running."""
         slow, proposer = "are launched one operator at a time", self.drafting.proposer
         compiler = self.runner.model.ops.compiler
         late = compiler.compiled_late if compiler else ()
@@ -242,10 +236,10 @@ class Engine:
 
     @property
     def decodes_exactly(self) -> bool:
-        """Whether the rows of one request have the same bits alone and beside its drafts.
+        """Whether a token of one request has the same bits alone and beside its drafts.
 
-        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU the bits are the
-        same for up to 16 rows, which is one request with its drafts.
+        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU bits are the same
+        for up to 16 tokens, which is one request with its drafts.
         """
         return self.plan.kernels != "reference"
 
@@ -262,10 +256,10 @@ class Engine:
         )
 
     def _overlap_step(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> list[StepOutput]:
-        """Launch a step, then read the one before it."""
+        """Launches a step, then reads the one before it."""
         self.scheduler.groups.send()
         running = self.scheduler.running
-        terms = self.drafting.cut_terms(running, depths) if overlap.lanes.cuts else []
+        terms = self.drafting.cut_terms(running, depths) if overlap.slots.cuts else []
         overlap.launch(running, [depths.get(r, 0) for r in running], terms)
         outputs = self._read_step(overlap) if overlap.num_unread == AHEAD else []
         if any(output.finish for output in outputs):
@@ -274,7 +268,7 @@ class Engine:
 
     @torch.inference_mode()
     def read_launched(self) -> list[StepOutput]:
-        """Read every launched step and end the overlap."""
+        """Reads every launched step and ends the overlap."""
         outputs: list[StepOutput] = []
         if self.overlap and self.overlap.requests:
             while self.overlap.num_unread:
@@ -285,7 +279,7 @@ class Engine:
         return outputs
 
     def _read_step(self, overlap: OverlappedSteps) -> list[StepOutput]:
-        """Commit the results of a step. Results of requests that ended in an earlier step are dropped."""
+        """Commits the results of a step. Results of requests that ended in an earlier step are dropped."""
         outputs, steps = [], []
         for result in overlap.read():
             request = result.request
@@ -306,8 +300,6 @@ class Engine:
                 output.speculation = self.drafting.report(step.request)
         return outputs
 
-    # ---- the parts
-
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         limit, vocab = self.plan.max_model_len, self.sampler.vocab_size
         if not prompt_ids:
@@ -323,7 +315,7 @@ class Engine:
         self.drafting.check(params)
 
     def _drop_refused_drafts(self, batch: Batch) -> None:
-        """Drop the drafts from the first one on that breaks the request's grammar: they cannot be accepted."""
+        """Drops the drafts from the first one on that breaks the request's grammar."""
         for work in batch.work:
             grammar = self._outputs[work.request].grammar
             if grammar and work.drafts:
@@ -348,7 +340,7 @@ class Engine:
             row += work.num_scheduled
 
     def _commit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
-        """Accept drafts, make outputs and advance each request."""
+        """Accepts drafts, makes outputs and advances each request."""
         outputs: list[StepOutput] = []
         ids, first = sampled.ids.tolist(), 0
         num_accepted = [0] * len(batch.work)

@@ -1,8 +1,7 @@
-"""How an engine runs on this machine, in words, so that users need not guess it from the speed.
+"""How an engine runs on this machine, in words: shown by `generate --verbose`, `LLM.facts()` and /v1/status.
 
-A fallback is less than what was wanted, and every command prints it. A fact is how things are, and is shown on request:
-`generate --verbose` and `--json`, `LLM.facts()`, /v1/status. Facts are read from the parts as they run, not from the
-plan.
+A fallback is less than what was wanted, and every command prints it; a fact is how things are. Facts are read from the
+parts as they run, not from the plan.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ CUT = "blocks of drafts"  # the name of a fact
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
-    found = [_recordings(engine), _overlap(engine), _bits(engine)]
-    found += [*_cut(engine), *_drafter(engine), *_chain(engine)]
+    found = [_recordings(engine), _overlap(engine), _bits(engine), *_drafting(engine)]
     if plan.device == "cuda":
         from sparkdraft.kernels.cuda.runtime.facts import facts as gpu_facts
 
@@ -85,10 +83,8 @@ def _overlap(engine: Engine) -> Fact:
     name = "overlapped steps"
     if engine.overlap:
         return Fact(name, "on: the next decode step is launched before the last one is read")
-    on_cpu = engine.plan.device == "cpu"
-    return Fact(
-        name, "off", "the CPU that would prepare the next step computes this one" if on_cpu else "graphs is off"
-    )
+    on_cpu = "the CPU that would prepare the next step computes this one"
+    return Fact(name, "off", on_cpu if engine.plan.device == "cpu" else "graphs is off")
 
 
 def _bits(engine: Engine) -> Fact:
@@ -99,27 +95,30 @@ def _bits(engine: Engine) -> Fact:
     return Fact(name, "a row may differ in its last bit beside its drafts", "float32 products are torch's own")
 
 
-def _cut(engine: Engine) -> list[Fact]:
-    name = CUT
-    if not engine.drafting.proposer:
-        return []
-    if not engine.drafting.cuts:
-        return [Fact(name, "verified whole", engine.drafting.whole)]
-    value = "cut where their own confidence no longer pays, unless the depth is fixed"
-    if engine.overlap:
-        return [Fact(name, f"{value}: on the device, where rows past the cut write nothing and reach no expert")]
-    return [Fact(name, f"{value}: by the host, before they are verified")]
-
-
-def _drafter(engine: Engine) -> list[Fact]:
-    """What its drafts cost in bytes: how its matrices are kept, and how many ids it drafts among."""
+def _drafting(engine: Engine) -> list[Fact]:
+    """Whether blocks are cut, what a pass of the drafter reads, and how often it runs where that is not once a step."""
     proposer, vocab = engine.drafting.proposer, engine.runner.model.config.vocab_size
     if not proposer:
         return []
-    drafter = proposer.drafter
-    ids = f"among {drafter.caps.num_ids:,} of {vocab:,} ids" if drafter.caps.num_ids else f"among all {vocab:,} ids"
+    where = "by the host, before they are verified"
+    if engine.overlap:
+        where = "on the device, where rows past the cut write nothing and reach no expert"
+    found = [Fact(CUT, f"cut where their own confidence no longer pays, unless the depth is fixed: {where}")]
+    if not engine.drafting.cuts:
+        found = [Fact(CUT, "verified whole", engine.drafting.whole)]
+    drafter, caps = proposer.drafter, proposer.drafter.caps
+    ids = f"among {caps.num_ids:,} of {vocab:,} ids" if caps.num_ids else f"among all {vocab:,} ids"
     size = drafter.reads(1).propose / 1e6
-    return [Fact("drafter's weights", f"{formats(drafter.matrices)}; a pass reads {size:.1f} MB and drafts {ids}")]
+    reads = f"{formats(drafter.matrices)}; a pass reads {size:.1f} MB and drafts {ids}"
+    found.append(Fact("drafter's weights", reads))
+    if proposer.chain:
+        value, reason = f"{caps.name}, one per draft, up to {proposer.max_depth} per step", ""
+        if engine.overlap:
+            value += "; all of a step in one recording, that of an overlapped step"
+        elif engine.plan.graphs:
+            value, reason = f"{value}; one recording, replayed for each", "ids are picked between passes"
+        found.append(Fact("the drafter's passes", value, reason))
+    return found
 
 
 def formats(matrices: Sequence[Linear | ExpertLinear]) -> str:
@@ -136,15 +135,3 @@ def _formats(matrix: Linear | ExpertLinear) -> list[str]:
         return [each for part in matrix.parts for each in _formats(part)]
     kept: Any = getattr(matrix, "matrix", None)  # of the native kernels
     return [f"{kept.bits}bit"] if kept is not None else [type(matrix).__name__]
-
-
-def _chain(engine: Engine) -> list[Fact]:
-    """How often a drafter runs per step, where that is not once."""
-    proposer = engine.drafting.proposer
-    if not proposer or not proposer.chain:
-        return []
-    value = f"{proposer.drafter.caps.name}, one per draft, up to {proposer.max_depth} per step"
-    if engine.overlap:
-        return [Fact("the drafter's passes", f"{value}; all of a step in one recording, that of an overlapped step")]
-    reason = "ids are picked between passes" if engine.plan.graphs else ""
-    return [Fact("the drafter's passes", value + ("; one recording, replayed for each" if reason else ""), reason)]

@@ -1,15 +1,13 @@
-"""Decode steps recorded once per shape and replayed by one call: a CUDA graph on a GPU, a list of calls on a CPU.
+"""Steps captured once per shape and replayed by one call: a CUDA graph on a GPU, a compiled list of calls on a CPU.
 
-Launching a step operator by operator costs as much host time as the operators themselves take, on a GPU and on a CPU. A
-recording reads the step's fixed input buffers, lengths included, so it serves any context length.
+Launching a step operator by operator costs as much host time as the operators themselves take. A graph reads the step's
+fixed input buffers, lengths included, so it serves any context length.
 
-On a GPU, recordings of plain decoding are made at start for a few batch sizes; a batch runs in the next larger one,
-padded with rows that write nowhere. Short prompts are recorded too. Longer prompts run eagerly, because they keep the
-GPU busy while the next operators are launched. All other recordings are made when a shape comes up: on a CPU at once,
-on a GPU the second time. Before a shape first runs on a GPU, its kernels are compiled on all cores.
-
-Recordings made at start stay. Of the others a limited number is kept, and the least recently replayed one is dropped.
-The kernel modules say how to record.
+On a GPU, graphs of plain decoding are captured at start for a few batch sizes; a batch runs in the next larger one,
+with padding. Short prompts are captured too. Longer prompts run eagerly, because they keep the GPU busy. All other
+shapes are captured when they come up: on a CPU at once, on a GPU the second time. Before a shape first runs on a GPU,
+its kernels are compiled on all cores. Graphs made at start stay; of the others a limited number is kept, least recently
+replayed first to go.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from sparkdraft.plan.memory import GRAPHS
 
 
 class Shape(NamedTuple):
-    """What a recording is made for; everything else is read on the device."""
+    """What a graph is captured for; everything else is read on the device."""
 
     seqs: int
     rows: int
@@ -60,7 +58,7 @@ class Graphs(Generic[Key]):
         return self._kept[shape] if shape in self._kept else self._recent[shape]
 
     def record(self, shapes: list[Key]) -> None:
-        """Make recordings that stay. The largest is made first: on a GPU the smaller ones then fit into its memory."""
+        """Captures graphs that stay, the largest first: on a GPU the smaller ones then fit into its memory."""
         shapes = sorted(shapes, reverse=True)  # type: ignore[type-var]
         self._compile(shapes)
         for shape in shapes:
@@ -69,9 +67,9 @@ class Graphs(Generic[Key]):
             self._kept[shape] = self._make(shape)
 
     def replay(self, shape: Key) -> Tensor:
-        """Run one step of this shape, recorded.
+        """Runs one step of this shape, captured.
 
-        On a CPU a new shape is recorded at once. A GPU runs it plainly the first time: recording takes as long as ten
+        On a CPU a new shape is captured at once. A GPU runs it plainly the first time: a capture takes as long as ten
         launches, and many shapes come only once.
         """
         recording = self._kept.get(shape, self._recent.get(shape))
@@ -90,7 +88,7 @@ class Graphs(Generic[Key]):
         return recording.replay()
 
     def _compile(self, shapes: list[Key]) -> None:
-        """Compile kernels on all cores, before the run that would compile them one after the other."""
+        """Compiles kernels on all cores, before the run that would compile them one after the other."""
         new = [shape for shape in shapes if shape not in self._compiled]
         if new and self._compiler:
             self._compiler.compile_ahead([partial(self._run, shape) for shape in new])

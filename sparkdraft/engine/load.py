@@ -1,7 +1,6 @@
 """Turns a user's configuration into a model that is ready to run: checkpoint, drafter, plan, tokenizer, engine.
 
-The Python API (llm.py) and the server's backend (engine/backend.py) both begin here. engine/build.py puts the engine
-together.
+The Python API (llm.py) and the server's backend (engine/backend.py) begin here; engine/build.py builds the engine.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class Opened:
 
 
 def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Opened:
-    """checkpoint: read in place of the one that config.model names. Raises UserError for a depth of drafting that the
-    drafter does not reach, before any weight is read."""
+    """Raises UserError for a depth of drafting that the drafter does not reach, before any weight is read. checkpoint:
+    read in place of config.model."""
     checkpoint = checkpoint or open_checkpoint(config.model)
     model = read_config(checkpoint.config)
     drafter, chosen, _ = find_drafter(config, model, checkpoint)
@@ -82,13 +81,12 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
 
 
 def load(config: EngineConfig, progress: Progress | None = None, checkpoint: Checkpoint | None = None) -> Loaded:
-    """progress: called with the number of tensors read so far and the number of all tensors. checkpoint: read in place
-    of the one that config.model names."""
+    """progress: called with the number of tensors read so far and of all. checkpoint: read in place of config.model."""
     return load_opened(open_model(config, checkpoint), progress)
 
 
 def load_opened(opened: Opened, progress: Progress | None = None, weights: Decoder | None = None) -> Loaded:
-    """weights: those that were loaded for another engine, if this one shall share them."""
+    """weights: those of another engine, which this one shares."""
     config, checkpoint, model, drafter = opened.config, opened.checkpoint, opened.model_config, opened.drafter
     stored, found = stored_of(config, checkpoint, model, opened.caps), detect(config)
     if weights:  # the plan counts them, and they have been taken from the free memory already
@@ -124,8 +122,8 @@ class Sized(Protocol):
 def stored_of(
     config: EngineConfig, checkpoint: Sized, model: ModelConfig, drafter: DrafterCaps | None = None
 ) -> StoredBytes:
-    """What a GPU keeps of a checkpoint with these settings: as it is stored, or as --weights quantises it. A head in
-    the target's file that drafts stays floats."""
+    """What a GPU keeps of a checkpoint: as it is stored, or as --weights quantises it. A head in the target's file that
+    drafts stays floats."""
     stored = checkpoint.stored_bytes(unread_names(drafts=bool(drafter and drafter.num_in_target)))
     if config.weights == "auto" or stored.quantised:
         return stored

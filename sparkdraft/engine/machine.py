@@ -1,12 +1,10 @@
 """The machine at hand: its hardware, the kernels that can run on it, and the plan for it.
 
-plan/resolve.py makes the plan, for any machine and without torch. This file asks torch, the C++ compiler and Triton for
-the facts that plan/resolve.py needs.
+plan/resolve.py plans for any machine and without torch; this file asks torch, the C++ compiler and Triton for the
+facts.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 
@@ -22,13 +20,6 @@ from sparkdraft.util.this_machine import usable_cores
 from sparkdraft.weights.plane_layout import StoredBytes
 
 
-class Properties(Protocol):
-    """The fields that are read from torch's properties of a GPU."""
-
-    @property
-    def is_integrated(self) -> int: ...
-
-
 def plan_here(
     config: EngineConfig,
     model: ModelConfig,
@@ -36,8 +27,8 @@ def plan_here(
     stored: StoredBytes | None = None,
     found: Hardware | None = None,
 ) -> Plan:
-    """The plan for this machine. stored: what the model's file holds, if that is known. found: the machine, if its
-    free memory is to be counted otherwise than it is now."""
+    """The plan for this machine. stored: what the model's file holds. found: the machine, if its free memory is counted
+    otherwise."""
     found = found or detect(config)
     plan = resolve(config, model, found, native_problem(config, found), drafter, stored)
     kv_format(plan.kv).check_kernels(plan.kernels)
@@ -57,24 +48,22 @@ def detect(config: EngineConfig) -> Hardware:
     if config.device == "cpu" or not has_gpu:
         return hardware.cpu()
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    free = free_gpu_memory(torch.cuda.get_device_properties(), torch.cuda.mem_get_info()[0])
+    is_integrated = torch.cuda.get_device_properties().is_integrated
+    free = free_gpu_memory(bool(is_integrated), torch.cuda.mem_get_info()[0])
     return Hardware("cuda", name, cores, free, capability)
 
 
-def free_gpu_memory(properties: Properties, driver_free: int) -> int:
+def free_gpu_memory(is_integrated: bool, driver_free: int) -> int:
     """The free memory of a GPU in bytes. driver_free: what the driver reports as free.
 
-    Where GPU and CPU share one memory, the driver does not count the page cache, which is most of the memory after a
-    large file has been read. There the operating system's number is used. Limits of a control group do not apply to
-    memory that the driver takes.
+    Where GPU and CPU share one memory, the driver does not count the page cache, so the operating system's number is
+    used.
     """
-    if properties.is_integrated:
-        return hardware.available_memory() or driver_free
-    return driver_free
+    return (hardware.available_memory() if is_integrated else 0) or driver_free
 
 
 def gpu_facts(device: str) -> dict[str, str]:
-    """What the watchdog must know of the GPU that torch uses: its name for nvidia-smi, and whose its memory is."""
+    """What the watchdog must know of the GPU: its name for nvidia-smi, and whose its memory is."""
     if device != "cuda" or not torch.cuda.is_available():
         return {}
     found = torch.cuda.get_device_properties()
@@ -82,7 +71,7 @@ def gpu_facts(device: str) -> dict[str, str]:
 
 
 def native_problem(config: EngineConfig, found: Hardware) -> str | None:
-    """Why the C++ kernels cannot run here, or None. Asking compiles them, so it is asked only where they are wanted."""
+    """Why the C++ kernels cannot run here, or None. Asking compiles them."""
     if found.device != "cpu" or config.dtype not in ("auto", "quantised"):
         return None
     from sparkdraft.kernels import native

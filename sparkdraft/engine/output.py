@@ -1,9 +1,7 @@
 """Turns committed ids into what the user reads: text, stop strings, finish reasons, log-probabilities.
 
-There is one `Output` per request. It takes one id or several at a time and asks three questions of each: does it end
-the request, which characters are complete, does a stop string begin. It also advances the request's grammar; a grammar
-that is complete ends the request, and so does a text that repeats itself, where the request asks for that. It has no
-tensors.
+There is one `Output` per request. It also advances the request's grammar; a complete grammar ends the request, and so
+does a text that repeats itself, where the request asks for that.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ class Output:
         self._prompt_logprobs: list[TokenLogprob | None] = [None]  # no row predicts the first id
 
     def push_prompt(self, start: int, logprobs: list[TokenLogprob]) -> None:
-        """Store the log-probabilities from the prompt rows of one chunk, which begins at position 'start'. A request
-        that was preempted runs its rows again, and the new values replace the old."""
+        """Stores the log-probabilities of a prompt chunk from position 'start' on. A preempted request runs again, and
+        the new values replace the old."""
         self._prompt_logprobs[1 + start :] = logprobs
 
     def push(self, ids: list[int], logprobs: list[TokenLogprob] | None = None) -> StepOutput:
-        """Commit new ids, up to the end of the request if it is among them."""
+        """Commits new ids, up to the end of the request if it is among them."""
         request, taken, text = self.request, [], ""
         for token in ids:
             request.output_ids.append(token)
@@ -74,14 +72,14 @@ class Output:
         return FinishReason.LENGTH if len(request.output_ids) >= request.max_output else None
 
     def _follow(self, grammar: GrammarState, token: int) -> FinishReason | None:
-        """A text that is complete needs no end-of-text id; a text cut short by the grammar's limits is not complete."""
+        """A complete text needs no end-of-text id; a text cut short by the grammar's limits is not complete."""
         grammar.advance([token])
         if grammar.failed:
             return FinishReason.LENGTH
         return FinishReason.STOP if grammar.finished else self.request.finish
 
     def _if_repeating(self) -> FinishReason | None:
-        """The end of a text that repeats itself. Under a grammar it is not complete, so it does not count as ended."""
+        """A text that repeats itself has ended; under a grammar it is cut short instead."""
         ids, rule = self.request.output_ids, self._repetition
         if not rule or len(ids) % self._interval or len(ids) < self.request.params.min_tokens or not repeats(ids, rule):
             return None
@@ -97,8 +95,8 @@ class Output:
         return piece + self._stops.finish()
 
     def _until_stop(self, text: str) -> tuple[str, bool]:
-        """What may be shown of this text and what was held back, and whether a stop string has ended it. The first
-        min_tokens ids are not searched."""
+        """What may be shown of the text so far, and whether a stop string has ended it. The first min_tokens ids are
+        not searched."""
         if len(self.request.output_ids) <= self.request.params.min_tokens:
             return text, False
         return self._stops.push(text)

@@ -1,6 +1,6 @@
 """Overlapped steps: while the same requests only decode, the next step is launched before the last one is read.
 
-The device keeps what a step needs (engine/lanes.py), so it never waits for the host. The host is one step behind:
+The device keeps what a step needs (engine/slots.py), so it never waits for the host. The host is one step behind:
 it launches a step, reads the result of the step before and streams it. Ids past the end of a request are dropped. A
 request that joins, leaves or needs the host within a step (a grammar, penalties, drafts from its own text) ends the
 overlap; it starts again when all requests only decode. vLLM calls this async scheduling, SGLang the overlap scheduler.
@@ -19,10 +19,10 @@ from torch import Tensor
 from sparkdraft.core import Request
 from sparkdraft.engine.accept import NotFinite
 from sparkdraft.engine.graphs import Graphs, gpu_sizes
-from sparkdraft.engine.lanes import Lanes, StepKind
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, EditTables
+from sparkdraft.engine.slots import Slots, StepKind
 
 RING = 16  # plain steps after which the drafter observes their rows
 AHEAD = 2  # launched steps that are unread, at most: one runs, one waits for it
@@ -42,7 +42,7 @@ class StepResult:
 @dataclass(frozen=True, slots=True)
 class Launched:
     depths: list[int]  # per lane
-    result: Tensor  # as Lanes.step gives it, on the host, complete once 'done'
+    result: Tensor  # as Slots.step gives it, on the host, complete once 'done'
     done: torch.cuda.Event | None
     # whether it was replayed; a step that is launched plainly or recorded takes the host many times as long
     usual: bool
@@ -75,7 +75,7 @@ class OverlappedSteps:
         """depths: the depths at which steps are recorded. A step of another depth runs at the next larger one.
         cuts: whether the device cuts blocks of drafts. edits: of the sampler; without them, requests that ask for
         penalties or biases end the overlap."""
-        self.lanes = Lanes(runner, proposer, RING, device, cuts, edits)
+        self.slots = Slots(runner, proposer, RING, device, cuts, edits)
         self.requests: list[Request] = []  # per lane
         self.step_seconds = 0.0  # time of the step read last; 0 if it says nothing about the next step of its kind
         self.verify_seconds = 0.0  # and the part of it after drafting; 0 if it is not known
@@ -90,8 +90,8 @@ class OverlappedSteps:
             # the device's tables name all blocks of a request, so no rows may be missing
             proposer.may_pass_over = False
         on_gpu = device.type == "cuda"
-        self._steps = Graphs(self.lanes.step, runner.model.ops) if on_gpu else None
-        self._catching_up = Graphs(self.lanes.catch_up, runner.model.ops) if on_gpu else None
+        self._steps = Graphs(self.slots.step, runner.model.ops) if on_gpu else None
+        self._catching_up = Graphs(self.slots.catch_up, runner.model.ops) if on_gpu else None
 
     @property
     def num_unread(self) -> int:
@@ -107,7 +107,7 @@ class OverlappedSteps:
         context."""
         params, plan = request.params, self._runner.plan
         plain = not params.grammar and params.logprobs is None
-        if self.lanes.edits is None:
+        if self.slots.edits is None:
             plain = plain and not (params.has_penalties or params.logit_bias or params.min_tokens)
         room = request.num_tokens + self.max_unread_ids + self.reach(depth) <= plan.max_model_len
         # The step that writes a request's first id is the host's: other texts of the same prompt begin with it.
@@ -126,7 +126,7 @@ class OverlappedSteps:
 
     def launch(self, requests: list[Request], depths: list[int], terms: Sequence[float] = ()) -> None:
         """Launch one more step. The first one gives these requests their lanes. Their blocks must cover all that it may
-        write. terms: by what blocks of drafts are cut (Lanes.terms); none: as before."""
+        write. terms: by what blocks of drafts are cut (Slots.terms); none: as before."""
         if not self.requests:
             self._start(requests)
         assert self.requests == requests and self.num_unread < AHEAD
@@ -135,14 +135,14 @@ class OverlappedSteps:
             self.catch_up()
         self._send(depths)
         if terms:
-            self.lanes.terms[: len(terms)].copy_(self._staged(terms, torch.float32), non_blocking=True)
+            self.slots.terms[: len(terms)].copy_(self._staged(terms, torch.float32), non_blocking=True)
         kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._edits)
         usual = self._steps is None or kind in self._steps
         if not usual:
             self._read_at = 0.0  # it keeps the host from reading the step before in time
-        result = self._steps.replay(kind) if self._steps else self.lanes.step(kind)
+        result = self._steps.replay(kind) if self._steps else self.slots.step(kind)
         self._unread.append(self._fetch(Launched(depths, result, None, usual, kind.depth)))
-        self._num_waiting += self._proposer is not None and not self.lanes.chain and not depth
+        self._num_waiting += self._proposer is not None and not self.slots.chain and not depth
         if self._num_waiting == RING:
             self.catch_up()
 
@@ -163,12 +163,12 @@ class OverlappedSteps:
         assert not self._unread
         if self._num_waiting:
             self.catch_up()
-        if self._proposer and self.lanes.chain:
-            for request, hidden in zip(self.requests, self.lanes.hidden, strict=False):
+        if self._proposer and self.slots.chain:
+            for request, hidden in zip(self.requests, self.slots.hidden, strict=False):
                 self._proposer.resume(request, hidden)
-        if self.lanes.edits is not None:
+        if self.slots.edits is not None:
             for request in self.requests:
-                self.lanes.edits.counted(request)
+                self.slots.edits.counted(request)
         self.requests, self._read_at = [], 0.0
 
     def abandon(self) -> None:
@@ -184,7 +184,7 @@ class OverlappedSteps:
                 self._read_at = 0.0
             self._catching_up.replay(seqs)
         else:
-            self.lanes.catch_up(seqs)
+            self.slots.catch_up(seqs)
 
     # ---- the parts
 
@@ -199,7 +199,7 @@ class OverlappedSteps:
         return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= num_requests)
 
     def _start(self, requests: list[Request]) -> None:
-        self.requests, lanes, device = list(requests), self.lanes, self._device
+        self.requests, lanes, device = list(requests), self.slots, self._device
         if self._proposer:
             self._proposer.flush(requests)
             if lanes.chain:
@@ -228,7 +228,7 @@ class OverlappedSteps:
 
     def _send(self, depths: list[int]) -> None:
         """Send what the host decides about a step, where it has changed: the depth of each lane, and its new blocks."""
-        lanes = self.lanes
+        lanes = self.slots
         if depths != self._most:
             lanes.most[: len(depths)].copy_(self._staged(depths), non_blocking=True)
             self._most = depths

@@ -1,11 +1,9 @@
-"""Limits the prompt rows of a step while other requests wait for their next token.
+"""Limits the prompt tokens of a step while other requests wait for their next token.
 
-A long prompt run in large chunks would stop every stream beside it for the time of a chunk. So the time of a step is
-kept under a target. It is estimated as the cost of the decode rows plus a time per prompt row, both measured. The cost
-of decode rows is measured in steps without prompts, per size of the decoding batch. Where it is unknown, the prompt
-waits for one step; where it was measured many steps ago, for two. Where decode rows alone take a large part of the
-target, steps may be longer: a prompt must not take much longer than it takes alone. This file has numbers only: the
-scheduler asks, and the engine reports times.
+The time of a step is kept under a target. It is estimated as the cost of the decode tokens, measured per batch size in
+steps without prompts, plus a measured time per prompt token. Where that cost is unknown, the prompt waits for one step;
+where it was measured many steps ago, for two. Where decode tokens alone take a large part of the target, steps may be
+longer: a prompt must not take much longer than it takes alone.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ FRESH = 32  # steps with prompts after which the cost of decode rows is measured
 
 class PromptPace:
     def __init__(self, target: float, max_step_tokens: int) -> None:
-        """target: seconds per step while other requests decode. max_step_tokens: rows per step at most."""
+        """target: seconds per step while other requests decode. max_step_tokens: tokens per step at most."""
         self.target, self.max_step_tokens = target, max_step_tokens
         self._largest = max_step_tokens // FIRST_SHARE // GROWTH  # the largest chunk so far
         self._decode_seconds: dict[int, float] = {}  # time of a step without prompts, per size of the batch
@@ -31,7 +29,7 @@ class PromptPace:
         self._row_seconds = 0.0  # seconds per prompt row, on top of the decode rows; 0 before the first measurement
 
     def most_rows(self, num_decoding: int) -> int:
-        """Prompt rows of a step in which this many requests decode; 0 if the cost of decoding must be measured
+        """Prompt tokens of a step in which this many requests decode; 0 if the cost of decoding must be measured
         first."""
         decode = self._decode_seconds.get(_size(num_decoding))
         if decode is None or self._age[_size(num_decoding)] >= FRESH:
@@ -43,8 +41,7 @@ class PromptPace:
         return min(max(most, LEAST_ROWS), self.max_step_tokens)
 
     def learn(self, num_decoding: int, prompt_rows: int, seconds: float) -> None:
-        """Report the time of a step in which this many requests decoded beside these prompt rows; 0 seconds: not
-        known."""
+        """The time of a step in which this many requests decoded beside these prompt tokens; 0 seconds: not known."""
         size = _size(num_decoding)
         if not seconds:
             return
@@ -69,7 +66,7 @@ class PromptPace:
 
 
 def _size(num_decoding: int) -> int:
-    """The size class of a batch: 1, 2, 3 to 4, 5 to 8 ... requests, which cost about the same within a class."""
+    """The size class of a batch: 1, 2, 3 to 4, 5 to 8 ... requests."""
     return (num_decoding - 1).bit_length()
 
 

@@ -1,9 +1,8 @@
 """A profile: settings that `sparkdraft tune` measured as faster, for one machine and one model, as a small TOML file.
 
-It lies in the user's cache folder and is picked up by whoever loads the model (engine/load.py): `serve`, `generate`,
-`chat` and `LLM`. A setting that the user names, by a flag, the environment, a file or a keyword, beats the profile's. A
-profile of another machine or model is ignored with a reason, and one whose numbers are out of bounds is refused. No
-torch.
+It lies in the user's cache folder and is picked up by whatever loads the model (engine/load.py). A setting that the
+user names beats it. A profile of another machine or model is ignored with a reason, and one with numbers out of bounds
+is refused. No torch.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ DIGITS = 12  # of a model's digest
 LIMITS = {"max_step_tokens": (16, 131_072), "max_seqs": (1, 4096), "threads": (1, 1024)}  # of the numbers it may set
 DEEPEST = 63  # drafts per step
 OPTIONS = (*LIMITS, "spec_depths", "kv")
-CONDITIONS = (
-    "dtype",
-    "weights",
-    "drafter_weights",
-    "draft_vocab",
-    "graphs",
-)  # settings that it was measured with, and does not hold without
+# settings that it was measured with, and does not hold without
+CONDITIONS = ("dtype", "weights", "drafter_weights", "draft_vocab", "graphs")
 REMEDY = "remove the file, write it again with `sparkdraft tune`, or pass --no-profile"
 
 
@@ -51,7 +45,7 @@ class Subject:
 
     @classmethod
     def of(cls, hardware: Hardware, model: str, config: Mapping[str, Any], stored: object, drafter: str) -> Subject:
-        """config: of the checkpoint. stored: how many bytes of which kind it holds."""
+        """config: the checkpoint's. stored: how many bytes of which kind it holds."""
         cores = f", {hardware.cores} cores" if hardware.device == "cpu" else ""
         text = json.dumps([config, stored], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
@@ -59,7 +53,7 @@ class Subject:
 
     @property
     def path(self) -> Path:
-        """Where the user's own profile of it lies."""
+        """The user's own profile of it."""
         return folder() / f"{self.stem}-{self.digest}@{_slug(self.machine)}.toml"
 
     @property
@@ -86,7 +80,7 @@ class Profile:
         return "\n".join(parts) + "\n"
 
     def write(self, path: Path) -> None:
-        """Whole, or not at all: a process that ends meanwhile leaves the profile that was there."""
+        """Whole, or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
         try:
@@ -101,7 +95,7 @@ def folder() -> Path:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises UserError where it is no profile, or one that this version would not have written."""
+    """Raises UserError if it is no profile, or one that this version would not have written."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
@@ -126,8 +120,8 @@ def conditions_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def pick_up(config: EngineConfig, subject: Subject, deepest: int = DEEPEST) -> tuple[EngineConfig, list[Fallback]]:
-    """The config with the profile's settings where the user has named none, and what is to be said about it. deepest:
-    the most that is drafted per step here."""
+    """The config with the profile's settings where the user has named none, and fallbacks to tell. deepest: drafts per
+    step, at most."""
     if config.profile == NO_PROFILE:
         return config, []
     path = subject.path if config.profile == "auto" else user_path(config.profile)
@@ -151,9 +145,6 @@ def mismatch(profile: Profile, config: EngineConfig, subject: Subject) -> str:
         if name in CONDITIONS and value != getattr(config, name):
             return f"it was measured with {name} {value}, and {name} is {getattr(config, name)}"
     return ""
-
-
-# ---- the parts
 
 
 def _applied(
@@ -180,8 +171,8 @@ def _applied(
 
 
 def _others(config: EngineConfig, subject: Subject) -> list[Fallback]:
-    """Profiles that a user may expect to be picked up: of this model on another machine or under another name, or of
-    another version of it here."""
+    """Profiles that a user may expect to be picked up: of this model on another machine, under another name or in
+    another version."""
     near = [*folder().glob(f"*-{subject.digest}@*.toml"), *folder().glob(f"{subject.stem}-{'?' * DIGITS}@*.toml")]
     for path in sorted(set(near)):
         try:
@@ -195,7 +186,7 @@ def _others(config: EngineConfig, subject: Subject) -> list[Fallback]:
 
 
 def _check(name: str, value: Any) -> None:
-    """Raises ValueError for what a profile may not set, or not so."""
+    """Raises ValueError for what a profile may not set."""
     if name not in OPTIONS:
         raise ValueError(f"it sets {name}, and a profile may set {', '.join(OPTIONS)} only")
     kind: type = type(ENGINE_FIELDS[name].default)

@@ -1,19 +1,18 @@
-"""The host's side of drafting by a model: shows the drafter committed rows, and asks it for drafts.
+"""The host's side of drafting by a model: shows the drafter committed tokens, and asks it for drafts.
 
-Rows of a prompt chunk are observed at once. Rows of decoding wait until the request drafts again or a block of the
-cache becomes full, and are then observed together. So a paused drafter costs about 1 % of a step, and a full block has
-its draft K/V before another request can find it in the prefix cache.
+Tokens of a prompt chunk are observed at once. Decode tokens wait until the request drafts again or a block of the cache
+becomes full, and are then observed together. So a paused drafter costs about 1 % of a step, and a full block has its
+draft K/V before another request can find it in the prefix cache.
 
-    committed rows   | observed ................ | pending |         pending never reaches across a full block
-    K/V of a draft                                         | anchor, drafts |   overwritten once rows are committed
+    committed tokens | observed ................ | pending |         pending never reaches across a full block
+    K/V of a draft                                         | anchor, drafts |   overwritten once they are committed
 
-Observing a row costs up to 2 % of what the target costs for it. In a batch so large that no draft could pay, rows of
-requests that did not ask for drafts are passed over (`pass_over`). Their blocks are marked for as long as they live,
-also in the prefix cache. Later drafts do not read marked blocks, and a request drafts again from the first block on
-that was observed from its beginning. A chain drafter begins with the hidden state of a request's last row, so its rows
-are never passed over.
+In a batch so large that no draft could pay, tokens of requests that did not ask for drafts are passed over
+(`pass_over`). Their blocks are marked, also in the prefix cache. Later drafts do not read marked blocks, and a request
+drafts again from the first block on that was observed from its beginning. A chain drafter begins with the hidden state
+of a request's last token, so its tokens are never passed over.
 
-In overlapped steps, drafts are made on the device (engine/lanes.py).
+In overlapped steps, drafts are made on the device (engine/slots.py).
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ Key = TypeVar("Key")
 
 
 class PassShape(NamedTuple):
-    """What a recording of a drafter's pass is made for."""
+    """What a drafter's pass is captured for."""
 
     seqs: int
     each: int  # rows of logits per sequence
 
 
 class RowsShape(NamedTuple):
-    """What a recording of observing is made for."""
+    """What observing is captured for."""
 
     rows: int
 
@@ -60,7 +59,7 @@ class Drafts(NamedTuple):
 
 @dataclass(slots=True)
 class Pending:
-    """Hidden states of committed rows that the drafter has not observed: positions [start, start + count)."""
+    """Hidden states of committed tokens that the drafter has not observed: positions [start, start + count)."""
 
     start: int
     hidden: Tensor  # [room, aux layers, hidden]
@@ -80,8 +79,6 @@ class Proposer:
         self.chain = drafter.caps.chain
         self._keeps = bool(drafter.caps.kv)  # whether observing writes anything
         self.max_depth = drafter.caps.max_depth
-        # For benchmarks: how sure the drafter is said to be, None: as it is.
-        self.given_gaps: Callable[[list[Work]], list[list[float]] | None] | None = None
         self.finds_gaps = True  # whether to find out how sure each draft is; engine/drafting.py decides
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self._inputs = StepInputs(plan.max_seqs, plan.max_seqs, max_blocks, plan.block_size, device)  # the anchors
@@ -103,11 +100,8 @@ class Proposer:
         # Overlapped steps read all blocks: overlap.py sets this to False.
         self.may_pass_over = not self.chain
 
-    # ---- committed rows
-
     def observe(self, work: Work, runner: Runner, row: int) -> None:
-        """Take the work's committed rows, which begin at 'row' of the last batch; rows of rejected drafts are left
-        out."""
+        """Takes the work's committed tokens, which begin at 'row' of the last batch."""
         request, count = work.request, work.request.num_computed - work.start
         self._mark(work, count, gap=False)
         if self._seen is None:
@@ -128,24 +122,24 @@ class Proposer:
             self.flush([request])
 
     def pass_over(self, work: Work) -> None:
-        """Do not show the work's rows to the drafter, nor those of the request that are pending."""
+        """Does not show the work's tokens to the drafter, nor those of the request that are pending."""
         self._has_gaps = True
         self._mark(work, work.request.num_computed - work.start, gap=True)
         self._pending.pop(work.request, None)  # pending rows are all in the block of this work's first row
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the request can draft: no row of the block that it is writing was passed over."""
+        """Whether the request can draft: no token of the block that it is writing was passed over."""
         position, size = request.num_computed, self.plan.block_size
         whole = position % size == 0 or not self._gaps[request.blocks[position // size]]
         return whole and self.knows(request)
 
     def knows(self, request: Request) -> bool:
-        """Whether what its drafts begin with is there. A chain drafter begins with the hidden state of the last row,
-        which is missing if that row came from the prefix cache."""
+        """Whether what its drafts begin with is there: a chain drafter lacks the hidden state of a last token that came
+        from the prefix cache."""
         return not self.chain or request in self._pending or request in self._handed_over
 
     def flush(self, requests: list[Request]) -> None:
-        """Let the drafter observe all pending rows of these requests in one pass."""
+        """Lets the drafter observe all pending tokens of these requests in one pass."""
         waiting = [(r, self._pending[r]) for r in requests if r in self._pending and self._pending[r].count]
         if not waiting:
             return
@@ -165,8 +159,6 @@ class Proposer:
         self.release(request)
         self._handed_over.add(request)
 
-    # ---- drafts
-
     def propose(self, works: list[Work]) -> list[Drafts]:
         """Drafts for each work, as many as it has room for."""
         self.flush([w.request for w in works])
@@ -182,13 +174,11 @@ class Proposer:
         self._gaps_found = []
         ids = self.drafter.propose(self._anchors_of(len(works)), depth, self._pick).tolist()
         gaps = torch.cat(self._gaps_found, 1).tolist() if self._gaps_found else [[]] * len(works)
-        if self._gaps_found and self.given_gaps:
-            gaps = self.given_gaps(works) or gaps
         most = [work.most_drafts for work in works]
         return [Drafts(drafts[:room], sure[:room]) for drafts, sure, room in zip(ids, gaps, most, strict=True)]
 
     def _pick(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
-        """spec.drafter.Pick: replays the pass if it has been recorded; rows are sampled outside of the recording."""
+        """drafters.base.Pick: replays the pass if it was captured; rows are sampled outside of the graph."""
         works, self._score = self._works, score
         self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
@@ -214,19 +204,17 @@ class Proposer:
     # ---- the hidden states that a chain drafter begins with
 
     def last_hidden(self, requests: list[Request]) -> Tensor:
-        """The hidden state of the last committed row of each request: [requests, aux layers, hidden]."""
+        """The hidden state of the last committed token of each request: [requests, aux layers, hidden]."""
         kept = (self._pending[r] for r in requests)
         return torch.stack([pending.hidden[pending.last] for pending in kept])
 
     def resume(self, request: Request, hidden: Table) -> None:
-        """Continue after overlapped steps: the drafter has observed all rows of the request. hidden: [aux layers,
-        hidden], of its last row."""
+        """Continues after overlapped steps: the drafter has observed all tokens of the request. hidden: [aux layers,
+        hidden], of its last token."""
         self._handed_over.discard(request)
         pending = self._pending.get(request) or self._wait(request, 0)
         pending.start, pending.count, pending.last = request.num_computed, 0, 0
         pending.rows[0] = hidden
-
-    # ---- the parts
 
     def _attach(self, aux_hidden: Tensor) -> None:
         """aux_hidden: where the runner leaves hidden states, [rows, aux layers, hidden]."""
@@ -237,7 +225,7 @@ class Proposer:
 
     @property
     def _room(self) -> int:
-        """Pending rows of a request at most: those of one block, and those of a step that reaches across its end."""
+        """Pending tokens of a request at most: those of one block, and of a step that reaches across its end."""
         return self.plan.block_size + 1 + self.max_depth
 
     def _wait(self, request: Request, start: int) -> Pending:
@@ -249,12 +237,12 @@ class Proposer:
         return pending
 
     def _ids_after(self, request: Request, start: int, count: int) -> Tensor:
-        """int32 [count]: the id that follows each row from position 'start' on. It is known for a committed row."""
+        """int32 [count]: the id that follows each token from position 'start' on."""
         ids = request.ids(start + 1, start + 1 + count)
         return torch.tensor(ids, dtype=torch.int32, device=self.device)
 
     def _mark(self, work: Work, count: int, gap: bool) -> None:
-        """Mark blocks: a block has a gap once one of its rows is passed over, until its rows are written again."""
+        """Marks blocks: a block has a gap once one of its tokens is passed over, until its tokens are written again."""
         start, size = work.start, self.plan.block_size
         if not gap and start % size and start % size + count <= size:
             return  # the step stays within a block, which keeps its mark: true for most steps
@@ -264,8 +252,8 @@ class Proposer:
             self._gaps[np.frombuffer(work.request.blocks, dtype=np.int32)[begun:end]] = gap
 
     def _visible(self, work: Work) -> IntArray | None:
-        """The request's blocks that the drafter is shown; None if these are all its blocks. Blocks with gaps are left
-        out, and those between the first and the last that a drafter sees; the ones that drafts are written to stay."""
+        """The request's blocks that the drafter is shown; None: all. Blocks with gaps are left out, and those between
+        the first and the last that a drafter sees."""
         size, sees = self.plan.block_size, self.drafter.caps.sees
         distant = sees.left_out(work.start, size) if sees else 0
         if not self._has_gaps and not distant:
@@ -281,8 +269,7 @@ class Proposer:
     def _replay(
         self, graphs: Graphs[Key] | None, run: Callable[[Key], Tensor], key: Key
     ) -> tuple[Graphs[Key] | None, Tensor]:
-        """Replay a pass where that is possible. A drafter with an operator that cannot be recorded is launched
-        plainly."""
+        """Replays a pass where that is possible; a drafter that cannot be captured is launched plainly."""
         if graphs is None:
             return None, run(key)
         try:
@@ -298,18 +285,17 @@ class Proposer:
 
 
 def max_context(drafter: Drafter, plan: Plan) -> int:
-    """An upper bound on the rows that a draft block sees, itself included."""
+    """An upper bound on the tokens that a draft block sees, itself included."""
     sees = drafter.caps.sees
     most = sees.most(plan.block_size) + 1 + drafter.caps.max_depth if sees else plan.max_model_len
     return min(most, plan.max_model_len)
 
 
 class SeenRows:
-    """The buffers from which the drafter observes rows. Their addresses are fixed, so that observing can be
-    recorded."""
+    """The buffers from which the drafter observes tokens, at fixed addresses."""
 
     def __init__(self, room: int, aux_hidden: Tensor, chain: bool) -> None:
-        """aux_hidden: rows of hidden states, for their shape and device."""
+        """aux_hidden: hidden states, for their shape and device."""
         self._room, self._device = room, aux_hidden.device
         self._host = torch.zeros(2 + chain, room, dtype=torch.int32)  # positions, slots, ids that follow
         self._array = self._host.numpy()
@@ -322,7 +308,7 @@ class SeenRows:
         return CommittedRows(self.hidden[:count], *(numbers[:count] for numbers in self._integers))
 
     def fill(self, waiting: list[tuple[Request, Pending]], block_size: int) -> int:
-        """Returns the number of rows to observe, padded to a power of two so that few numbers are recorded."""
+        """Returns the number of tokens to observe, padded to a power of two so that few numbers are captured."""
         end = 0
         for request, pending in waiting:
             span = np.arange(pending.start, pending.start + pending.count)

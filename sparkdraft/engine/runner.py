@@ -1,8 +1,7 @@
-"""Runs the target model once over a batch: prompt chunks, decode rows and drafts to verify, in one ragged pass.
+"""Runs the target model once over a batch: prompt chunks, decode tokens and drafts to verify, in one ragged pass.
 
-It lays out the rows (engine/runner.py), calls the model or replays its recording (engine/graphs.py), and returns the
-logits of the rows to be sampled. The hidden states that a drafter reads are left in `aux_hidden`. The scheduler
-decides what is run, and the sampler what is sampled.
+It lays out the tokens, calls the model or replays its graph (engine/graphs.py), and returns the logits of the rows to
+be sampled. The hidden states that a drafter reads are left in `aux_hidden`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sparkdraft.kernels.ops import AttentionView, CannotCapture
 from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.plan.resolve import Plan
 
-# row counts of recorded prompts; longer prompts keep a GPU busy without a recording
+# tokens of captured prompts; longer prompts keep a GPU busy without a graph
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512)
 PROMPT_LOGPROB_ROWS = 128  # rows of logits in memory at once while a prompt is scored
 NUM_HOST_BUFFERS = 2  # the host can fill one while the copy of the other waits
@@ -47,7 +46,7 @@ class Runner:
             self._record()
 
     def run(self, batch: Batch) -> Tensor:
-        """Run a batch. Returns float32 logits [sampled rows, vocab], in the order of the batch."""
+        """Returns float32 logits [sampled rows, vocab], in the order of the batch."""
         parts = [_rows(w) for w in batch.work]
         shape = self._recordable(batch)
         if self.graphs and shape:
@@ -60,7 +59,7 @@ class Runner:
         return self._logits(shape, self._residual)
 
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
-        """The log-probabilities of the prompt ids that follow the rows of one prompt chunk, which has just run."""
+        """The log-probabilities of the prompt ids that follow the tokens of one chunk, which has just run."""
         request, start = work.request, work.start
         stop = min(start + work.num_known, request.num_prompt - 1)
         out: list[TokenLogprob] = []
@@ -75,9 +74,9 @@ class Runner:
         return out
 
     def _recordable(self, batch: Batch) -> Shape | None:
-        """The recorded shape that a batch can run in, or None. Steps of decode rows are recorded, with or without
-        drafts. On a GPU they are padded to one of a few sizes, and short prompts are recorded too, unless a request in
-        the batch drafts or wants prompt log-probabilities."""
+        """The captured shape that a batch can run in, or None. Decode steps are captured, with or without drafts. On a
+        GPU they are padded to one of a few sizes, and short prompts are captured too, unless a request in the batch
+        drafts or wants prompt log-probabilities."""
         seqs, rows = len(batch.work), batch.num_rows
         if self.plan.device == "cpu":  # CPU kernels do not need to know the rows per sequence
             return Shape(seqs, rows, 0, rows) if batch.decodes else None
@@ -114,16 +113,16 @@ class Runner:
 
     @torch.inference_mode()
     def record_rows(self, most: int) -> None:
-        """Record the steps of one request with up to this many rows. A block of drafts may be cut anywhere
-        (speculation/cut.py), and on a CPU each number of rows is a recording, which takes as long as four plain
-        steps: a text should not wait for it. On a GPU rows are padded to few sizes, which the steps at start record."""
+        """Captures the steps of one request with up to this many tokens. A block of drafts may be cut anywhere, and on
+        a CPU each number of tokens is a compiled step, for which a text should not wait. On a GPU tokens are padded to
+        few sizes, which the steps at start capture."""
         if self.graphs and self.plan.device == "cpu":
             self.graphs.record([Shape(1, rows, 0, rows) for rows in range(2, most + 1)])
 
     @torch.inference_mode()
     def _record(self) -> None:
-        """Record steps at start. On a GPU all sizes and the prompts of one request, so that the first request is as
-        fast as the tenth; on a CPU one size, to see whether recording works."""
+        """Captures steps at start: on a GPU all sizes and the prompts of one request, on a CPU one size, to see whether
+        it works."""
         shapes = [Shape(1, 1, 0, 1)]
         if self.plan.device == "cuda":
             shapes = [Shape(s, s, 1, s) for s in gpu_sizes(self.plan.max_seqs)]
@@ -154,7 +153,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], Copied]  # copies the host's tenso
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one sequence in a step: ids from position 'start' on, and from which row on logits are read."""
+    """The tokens of one sequence in a step: ids from position 'start' on, and from which one on logits are read."""
 
     ids: list[int]
     start: int
@@ -179,7 +178,7 @@ class HostBuffer:
         self.copied: Copied | None = None  # the copy that was started last
 
     def wait(self) -> None:
-        """Wait until the copy started last has read this buffer."""
+        """Waits until the copy started last has read this buffer."""
         if self.copied:
             self.copied.synchronize()
 
@@ -187,13 +186,11 @@ class HostBuffer:
 class StepInputs:
     """The integers of a step that kernels read: ids, positions, slots, lengths, block tables.
 
-    They have fixed offsets in a host buffer and in one device buffer of the same shape. So a step costs one copy to the
-    device (none on a CPU, where both are the same memory), and CUDA graphs find the integers where they were at
-    capture.
+    They have fixed offsets in a host buffer and in one device buffer of the same shape, so a step costs one copy to the
+    device (none on a CPU), and graphs find the integers where they were.
 
-    The copy is asynchronous. A step that samples nothing (a chunk of a long prompt) never makes the host wait, so the
-    host may fill the next step before this copy has run. Two host buffers take turns, and each is refilled only after
-    its own copy is done.
+    The copy is asynchronous, and a step that samples nothing never makes the host wait. So two host buffers take turns,
+    and each is refilled only after its own copy is done.
     """
 
     def __init__(
@@ -205,17 +202,9 @@ class StepInputs:
         device: torch.device,
         copy: Copy | None = None,
     ) -> None:
-        """copy: how integers reach the device. By default CUDA's asynchronous copy, and no copy on a CPU."""
+        """copy: how integers reach the device; by default CUDA's asynchronous copy, and none on a CPU."""
         self.block_size, self.max_blocks, self.max_seqs = block_size, max_blocks, max_seqs
-        sizes = (
-            max_step_tokens,
-            max_step_tokens,
-            max_step_tokens,
-            max_seqs + 1,
-            max_seqs,
-            max_step_tokens,
-            max_seqs * max_blocks,
-        )
+        sizes = (*(max_step_tokens,) * 3, max_seqs + 1, max_seqs, max_step_tokens, max_seqs * max_blocks)
         on_gpu = device.type == "cuda"
         self._copy = copy or (_copy_to_gpu if on_gpu else None)
         self._hosts = [HostBuffer(sizes, max_seqs, on_gpu) for _ in range(NUM_HOST_BUFFERS if self._copy else 1)]
@@ -228,11 +217,11 @@ class StepInputs:
         self.block_tables = tensors[6].view(max_seqs, max_blocks)
 
     def fill(self, parts: Sequence[Rows], seqs: int = 0, rows: int = 0) -> int:
-        """Write the parts one after the other and send them to the device. Returns the number of rows whose logits are
-        read.
+        """Writes the parts one after the other and sends them to the device. Returns the number of rows whose logits
+        are read.
 
-        The step is padded to 'seqs' sequences and 'rows' rows. Padding sequences have no rows. Padding rows belong to
-        no sequence and have slot -1, so they write nowhere.
+        The step is padded to 'seqs' sequences without tokens, and to 'rows' tokens that belong to no sequence and have
+        slot -1.
         """
         self._turn = (self._turn + 1) % len(self._hosts)
         host = self._hosts[self._turn]
@@ -251,13 +240,8 @@ class StepInputs:
         return num_read
 
     def view(self, num_seqs: int, max_query: int, max_context: int) -> AttentionView:
-        return AttentionView(
-            self.query_start[: num_seqs + 1],
-            self.context_len[:num_seqs],
-            self.block_tables[:num_seqs],
-            max_query,
-            max_context,
-        )
+        starts, contexts = self.query_start[: num_seqs + 1], self.context_len[:num_seqs]
+        return AttentionView(starts, contexts, self.block_tables[:num_seqs], max_query, max_context)
 
     def _fill_sequence(self, host: HostBuffer, seq: int, part: Rows, row: int, end: int) -> None:
         first, size = part.start, self.block_size

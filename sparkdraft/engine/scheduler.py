@@ -1,11 +1,10 @@
-"""Decides what each step runs: which requests, how many rows of each, in which blocks.
+"""Decides what each step runs: which requests, how many tokens of each, in which blocks.
 
-A request has num_tokens known ids, and the rows of num_computed of them are in the cache; it wants the rest computed. A
-long prompt wants many rows and gets them in chunks. A decoding request wants one row, which drafts may follow. When
-blocks run out, the youngest request gives its blocks back and starts over later (its full blocks may still be found in
-the prefix cache). While some requests decode, the prompt rows of a step are limited, so that no stream waits long for
-its next token (engine/pace.py). Cache groups (cache/groups.py) are told of everything that happens to a request, and
-may refuse blocks, shorten a chunk or shorten a prefix hit. Integers only, no tensors.
+A request has num_tokens known ids, of which num_computed are in the cache; it wants the rest computed. A long prompt
+gets its tokens in chunks. A decoding request wants one token, which drafts may follow. When blocks run out, the
+youngest request gives its blocks back and starts over later. While some requests decode, the prompt tokens of a step
+are limited (engine/pace.py). Cache groups (cache/groups.py) are told of everything that happens to a request, and may
+refuse blocks, shorten a chunk or shorten a prefix hit. No tensors.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ Room = tuple[int, ...]  # free blocks, and the free units of each group
 
 @dataclass(slots=True)
 class RowsLeft:
-    """The rows that a step can still run. A request that misses more than one row counts as a prompt, as does one that
-    starts over."""
+    """The tokens that a step can still run. A request that misses more than one counts as a prompt."""
 
     rows: int
     prompt_rows: int  # rows that prompts may have, a part of 'rows'
 
     def most(self, missing: int, keep: int) -> int:
-        """The number of rows for a request that misses this many, if 'keep' rows must be left for others."""
+        """The tokens of a request that misses this many, if 'keep' are left for others."""
         room = self.rows - keep
         return max(min(missing, room if missing == 1 else min(room, self.prompt_rows)), 0)
 
@@ -52,11 +50,9 @@ class Scheduler:
         groups: Sequence[CacheGroup] = (),
         pace: PromptPace | None = None,
     ) -> None:
-        """lookahead: positions after its known ids for which a drafting request needs slots.
-
-        groups: what requests hold beside their blocks. pace: limits prompt rows while others decode; without it a
-        chunk takes all rows of a step.
-        """
+        """lookahead: positions after its known ids for which a drafting request needs slots. groups: what requests hold
+        beside their blocks. pace: limits prompt tokens while others decode; without it a chunk takes all tokens of a
+        step."""
         assert max_step_tokens >= max_seqs, (
             f"max_step_tokens {max_step_tokens} below max_seqs {max_seqs}: decode rows would starve"
         )
@@ -82,13 +78,13 @@ class Scheduler:
         self.waiting.append(request)
 
     def decoding(self) -> list[Request]:
-        """Running requests that want one row. Only these may draft."""
+        """Running requests that want one token. Only these may draft."""
         return [r for r in self.running if r.num_tokens - r.num_computed == 1]
 
     def schedule(self, depths: Mapping[Request, int] | None = None) -> Batch:
-        """Schedule rows for everything running, oldest first; then for as many waiting requests as fit; then drafts.
+        """Schedules everything running, oldest first; then as many waiting requests as fit; then drafts.
 
-        depths: drafts wanted after a decoding request's row. Drafts get only spare rows and free blocks.
+        depths: drafts wanted after a decoding request's token. Drafts get only spare tokens and free blocks.
         """
         depths = depths or {}
         left = self._rows_of_a_step()
@@ -102,30 +98,28 @@ class Scheduler:
         return Batch(work, preempted)
 
     def commit(self, request: Request, num_rows: int) -> None:
-        """Advance a request by 'num_rows' committed rows, and add blocks that became full to the prefix cache."""
+        """Advances a request by 'num_rows' committed tokens, and adds blocks that became full to the prefix cache."""
         request.num_computed += num_rows
         self._remember_full_blocks(request)
         self.groups.advance(request)
 
     @property
     def only_decoding(self) -> bool:
-        """Whether every running request wants one row and no waiting request can be admitted."""
+        """Whether every running request wants one token and no waiting request can be admitted."""
         return bool(self.running) and not self._may_admit and len(self.decoding()) == len(self.running)
 
     def reserve(self, rows: int) -> bool:
-        """Reserve blocks for this many rows of every running request, if no request must be preempted for it."""
+        """Reserves blocks for this many tokens of every running request, if that preempts nobody."""
         return all(self._grow(request, rows) for request in self.running)
 
     def finish(self, request: Request) -> None:
-        """Remove a request, whether it runs or waits, and release its blocks; the caller has set its finish reason."""
+        """Removes a request, whether it runs or waits, and releases its blocks."""
         if request in self.running:
             self._refused = None  # what was kept free for it is free for others, whether or not more is free in all
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
         self._release(request)
-
-    # ---- the parts
 
     def _rows_of_a_step(self) -> RowsLeft:
         num_decoding = len(self.decoding())
@@ -134,7 +128,7 @@ class Scheduler:
         return RowsLeft(self.max_step_tokens, self.pace.most_rows(num_decoding))
 
     def _continue(self, left: RowsLeft) -> tuple[list[Work], list[Request]]:
-        """Rows for running requests: (work, preempted requests). Prompts share their limit."""
+        """Tokens for running requests: (work, preempted requests). Prompts share their limit."""
         work: list[Work] = []
         preempted: list[Request] = []
         position = 0
@@ -159,7 +153,7 @@ class Scheduler:
         return work, preempted
 
     def _add_drafts(self, work: list[Work], depths: Mapping[Request, int], rows_left: int) -> None:
-        """Add drafts from what is left: they never cost another request its blocks."""
+        """Adds drafts from what is left: they never cost another request its blocks."""
         for part in work:
             depth = min(depths.get(part.request, 0), rows_left)
             if depth and self._grow(part.request, part.num_known + self.lookahead):
@@ -167,8 +161,7 @@ class Scheduler:
                 rows_left -= depth
 
     def _give_back_look_ahead(self) -> bool:
-        """Release the blocks that drafts were given and that no request's next rows need. Returns whether there were
-        any."""
+        """Releases the blocks that only drafts need. Returns whether there were any."""
         found = False
         for request in self.running:
             needed = -(-request.num_tokens // self.block_size)
@@ -193,7 +186,7 @@ class Scheduler:
         return self.pool.num_free, *self.groups.num_free
 
     def _admit(self, work: list[Work], left: RowsLeft, keep: int) -> None:
-        """Admit waiting requests in order of arrival; 'keep' rows are left for drafts."""
+        """Admits waiting requests in order of arrival; 'keep' tokens are left for drafts."""
         while self._may_admit and left.rows > keep:
             request = self.waiting[0]
             self._adopt(request, self._cached_prefix(request))
@@ -221,7 +214,7 @@ class Scheduler:
         return self.prefix.lookup(request.ids(0, request.num_tokens))
 
     def _adopt(self, request: Request, found: Hit) -> None:
-        """Give a request the cached prefix, as far as all groups can continue from it."""
+        """Gives a request the cached prefix, as far as all groups can continue from it."""
         hit = found.first(self.groups.usable(found))
         for block in hit.blocks:
             self.pool.retain(block)
@@ -231,7 +224,7 @@ class Scheduler:
         self.groups.adopt(request, len(found.blocks))
 
     def _grow(self, request: Request, rows: int) -> bool:
-        """Give a request the blocks and groups that its next rows need: all of them or none."""
+        """Gives a request the blocks and groups that its next tokens need: all of them or none."""
         needed = -(-(request.num_computed + rows) // self.block_size) - len(request.blocks)
         if needed <= 0:
             return True

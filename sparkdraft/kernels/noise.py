@@ -1,9 +1,8 @@
 """Gumbel-max coupling: a row draws the id with the largest logit / temperature + Gumbel noise.
 
 Noise is a function of (seed, position, id) alone, so a seeded request writes the same text in any batch, after a
-preemption, and with or without drafts. A drafter adds the target's noise to its own logits, which couples the two
-draws: where the distributions are near each other they draw the same id, far more often than the drafter's likeliest id
-would be drawn. What may be drawn at all (top_k, top_p, a grammar) is decided by the caller, who sets the rest to -inf.
+preemption, and with or without drafts. A drafter adds the target's noise to its own logits: where the distributions are
+near each other, both draw the same id. The caller sets ids that may not be drawn to -inf.
 """
 
 from __future__ import annotations

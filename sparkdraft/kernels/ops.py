@@ -1,8 +1,8 @@
 """The interface between models and kernels: every operator that a backend offers, and the records that operators take.
 
-A backend is a module: `reference` (plain torch, the definition), `native` (C++ for CPUs) or `cuda` (Triton for NVIDIA
-GPUs). `sparkdraft.kernels.load` imports one as an `Ops`, and mypy checks each module against it. README.md says which
-file implements which operator. This file imports no torch, so that plans and model configs can use its records.
+A backend is a module: `reference` (plain torch, the definition), `native` (C++ for CPUs) or `cuda` (Triton).
+`sparkdraft.kernels.load` imports one as an `Ops`, and mypy checks each module against it. README.md says which file
+implements which operator. This file imports no torch, so that plans can use its records.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Norm(NamedTuple):
 class Normed(NamedTuple):
     """The residual stream and the norm that its next reader applies.
 
-    The op that writes the residual may precompute the next RMSNorm's statistics, where that is cheaper than a pass over
-    the residual (on a GPU). The op that reads uses them, or computes the norm itself.
+    The op that writes the residual may precompute the next RMSNorm's statistics. The op that reads uses them, or
+    computes the norm itself.
     """
 
     x: Tensor  # [rows, dim]
@@ -127,8 +127,8 @@ FOLD = 16  # positions: a state advances by multiples of this, or to the end of 
 def record_ring(most_rows: int) -> int:
     """Size of the ring of records: those that a step may replay, and those that it writes.
 
-    Heads run side by side and share the ring of keys, so none may overwrite what another has yet to replay. `base` lags
-    by up to FOLD - 1 rows and the rows of one step.
+    Heads share the ring of keys, so none may overwrite what another has yet to replay. `base` lags by up to FOLD - 1
+    rows and the rows of one step.
     """
     return FOLD - 1 + 2 * most_rows
 
@@ -140,7 +140,7 @@ def input_ring(most_rows: int, conv_width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """One layer's state of all requests: a slot each."""
+    """One layer's state, a slot per request."""
 
     state: Tensor  # float32 [slots, value_heads, key_dim, value_dim]
     base: Tensor  # int32 [slots, value_heads]: equal for all heads between steps; per head, so that none waits
@@ -178,21 +178,21 @@ MOST_SURE = 0.999  # upper bound on a draft's estimated chance of acceptance
 class CutTerms(NamedTuple):
     """The fitted confidence of drafts and the cost of verifying them, from speculation/cut.py; all float32."""
 
-    worth: Tensor  # [deepest + 1]: cost of verifying so many drafts of a lane, in tokens
+    worth: Tensor  # [deepest + 1]: cost of verifying so many drafts of a sequence, in tokens
     fits: Tensor  # [2, 2 + deepest]: slope, base and offsets by position, for greedy and for sampled text
-    fair: Tensor  # [seqs]: multiplies a lane's chances; negative: the lane is not cut
+    fair: Tensor  # [seqs]: multiplies a sequence's chances; negative: the sequence is not cut
 
 
 class PackedRows(NamedTuple):
-    """The rows of a step of all lanes; padding follows those of the last lane."""
+    """The rows of a step of all sequences, then padding."""
 
     ids: Tensor  # int32 [seqs * width], as are the next three
     positions: Tensor
     slots: Tensor  # -1: padding, or past the last block
-    lanes: Tensor  # the lane of each row, also of padding
-    context_len: Tensor  # int32 [seqs]: keys that a lane's last row sees
+    seq_of: Tensor  # the sequence of each row, also of padding
+    context_len: Tensor  # int32 [seqs]: keys that a sequence's last row sees
     query_start: Tensor  # int32 [seqs + 1]
-    places: Tensor  # int32 [seqs, width]: the row of each column of each lane
+    places: Tensor  # int32 [seqs, width]: the row of each column of each sequence
 
 
 IN_PROMPT = 1 << 30  # stands in EditedSlots.counts beside how often an id was written
@@ -462,9 +462,8 @@ class Ops(KeepsWeights, Protocol):
         memory: RecurrentState,  # its inputs are changed in place
         slots: Tensor,  # int32 [seqs], from find_states
         view: AttentionView,
-        parents: Tensor | None = None,  # int32 [rows]: number of the previous row in its sequence; -1: a committed row
     ) -> Tensor:  # [rows, channels]
-        """silu of a causal convolution of each channel. parents None: each row follows the row before it."""
+        """silu of a causal convolution of each channel."""
 
     def delta_rule(
         self,
@@ -474,7 +473,6 @@ class Ops(KeepsWeights, Protocol):
         slots: Tensor,  # int32 [seqs]
         view: AttentionView,
         params: DeltaParams,
-        parents: Tensor | None = None,  # as in causal_conv
     ) -> Tensor:  # [rows, value_heads * value_dim]
         """The gated delta rule: replays records, updates the state and records the step's rows."""
 
@@ -510,15 +508,15 @@ class Ops(KeepsWeights, Protocol):
     def cut_drafts(
         self,
         gaps: Tensor,  # float32 [seqs, depth]: how sure the drafter is of each draft
-        most: Tensor,  # int32 [seqs]: drafts of a lane that may be verified
+        most: Tensor,  # int32 [seqs]: drafts of a sequence that may be verified
         temperature: Tensor,  # float32 [seqs]; 0: greedy text
         terms: CutTerms,
     ) -> Tensor:  # int32 [seqs]
-        """How many drafts of each lane are worth verifying."""
+        """How many drafts of each sequence are worth verifying."""
 
     def make_rows(
         self,
-        length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
+        length: Tensor,  # int32 [seqs]: committed ids of each sequence; 0 where it is empty
         tables: Tensor,  # int32 [seqs, max_blocks]
         token: Tensor,  # int32 [seqs]: the last committed id
         width: int,
@@ -526,19 +524,19 @@ class Ops(KeepsWeights, Protocol):
         fill: int,
         first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
-        """Ids, positions, slots and context lengths of a drafter's rows, 'width' per lane, from its last id on."""
+        """Ids, positions, slots and context lengths of a drafter's rows, 'width' per sequence, from its last id on."""
 
     def pack_rows(
         self,
-        length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
+        length: Tensor,  # int32 [seqs]: committed ids of each sequence; 0 where it is empty
         tables: Tensor,  # int32 [seqs, max_blocks]
         token: Tensor,  # int32 [seqs]: the last committed id
         drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
-        kept: Tensor,  # int32 [seqs]: drafts of a lane that are verified, at most 'depth'
+        kept: Tensor,  # int32 [seqs]: drafts of a sequence that are verified, at most 'depth'
         block_size: int,
         stamp: Tensor,  # int64 [1], written: the time in nanoseconds
     ) -> PackedRows:
-        """The target's rows of all lanes, without the drafts that were cut; padding is behind them."""
+        """The target's rows of all sequences without the drafts that were cut, then padding."""
 
     def accept_drafts(
         self,
@@ -552,8 +550,8 @@ class Ops(KeepsWeights, Protocol):
         stamp: Tensor,  # int64 [1], from `pack_rows`
         accepted: Tensor | None = None,  # integers [seqs]: accepted drafts, where the samples do not decide
     ) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 4], int32 [seqs * (depth + 1)]
-        """Accepts drafts that equal the samples and advances the lanes.
+        """Accepts drafts that equal the samples and advances the sequences.
 
-        Returns per lane the samples, the numbers of accepted and of verified drafts, and nanoseconds since the stamp;
-        and per row the slot, if the row is now committed, else -1.
+        Returns per sequence the samples, the numbers of accepted and of verified drafts, and nanoseconds since the
+        stamp; per row the slot, if the row is now committed, else -1.
         """

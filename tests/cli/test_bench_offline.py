@@ -281,9 +281,9 @@ def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_giv
 def test_drafts_of_random_weights_differ_from_row_to_row() -> None:
     """One id many times would reach the same experts in every row."""
     bench, verified = toy_bench(Acceptance(6.5, 15), overlaps=True), list[list[list[int]]]()
-    lanes = bench.engine.overlap.lanes  # type: ignore[union-attr]
-    draft = lanes._draft
-    lanes._draft = lambda kind: verified.append((ids := draft(kind)).tolist()) or ids  # type: ignore[method-assign]
+    slots = bench.engine.overlap.slots  # type: ignore[union-attr]
+    draft = slots._draft
+    slots._draft = lambda kind: verified.append((ids := draft(kind)).tolist()) or ids  # type: ignore[method-assign]
     bench.measure(Load(2, 20, 40), lambda done, total: None)
     busy = [step for step in verified if len(step) == 2]
     assert busy and all(len({id_ for stream in step for id_ in stream}) > 24 for step in busy), "of 30"

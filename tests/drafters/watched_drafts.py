@@ -89,7 +89,7 @@ def _read(part: LayerKV, blocks: list[int], rows: int) -> tuple[Tensor, Tensor]:
     if isinstance(part, CaptureLayer):
         part = part.exact
     if isinstance(part, WindowLayer):
-        size, page_of = part.group.block_size, part.group.page_of
+        size, page_of = part.lookup.group.block_size, part.lookup.group.page_of
         pages = page_of[torch.tensor(blocks)[positions // size]].long()
         assert isinstance(part.inner, DenseLayer)
         both = [cache[pages.clamp(min=0), :, positions % size].float() for cache in (part.inner.k, part.inner.v)]

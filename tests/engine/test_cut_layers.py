@@ -75,9 +75,9 @@ def test_cut_blocks_leave_states_experts_and_keys_as_plain_steps_do(
     plain = texts(load(folder, max_seqs=LANES, device=device, **options), PROMPTS, params(0))
     llm, seen = cutting(folder, device, **options), list[Outcome]()
     drafting, overlap = llm.engine.drafting, llm.engine.overlap
-    assert overlap and overlap.lanes.cuts
+    assert overlap and overlap.slots.cuts
     known = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
-    monkeypatch.setattr(overlap.lanes, "_draft", KnownText(overlap.lanes, known, llm.model_config.vocab_size))
+    monkeypatch.setattr(overlap.slots, "_draft", KnownText(overlap.slots, known, llm.model_config.vocab_size))
     dear_rows(drafting, monkeypatch)
     learn = drafting.learn_overlapped
     monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, *rest: (seen.extend(steps), learn(steps, *rest)))

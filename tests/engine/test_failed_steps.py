@@ -118,7 +118,7 @@ def test_pages_are_given_back_too(after: int) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    ["overlap.lanes.step", *(pytest.param(p, marks=pytest.mark.slow) for p in ("overlap.read", "overlap.catch_up"))],
+    ["overlap.slots.step", *(pytest.param(p, marks=pytest.mark.slow) for p in ("overlap.read", "overlap.catch_up"))],
 )
 def test_steps_in_the_air_are_abandoned(place: str) -> None:
     llm = with_overlap(LLM("smollm2", device="cpu", ngram=False, max_seqs=4, kv_tokens=2048, prefix_cache=False))

@@ -11,7 +11,7 @@ import pytest
 from sparkdraft.backend import GROWTH
 from sparkdraft.core import SamplingParams
 from sparkdraft.engine.backend import kv_usage
-from sparkdraft.engine.caches import held_units
+from sparkdraft.engine.build import held_units
 from sparkdraft.llm import LLM
 from tests.models.tiny import write_tiny
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,10 +17,10 @@ from sparkdraft.plan import hardware
 def test_a_gpu_that_shares_the_cpus_memory_counts_what_the_page_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     available = {"MemAvailable": 110 << 30}
     monkeypatch.setattr(hardware, "meminfo", available.copy)
-    assert free_gpu_memory(SimpleNamespace(is_integrated=1), 20 << 30) == 110 << 30
-    assert free_gpu_memory(SimpleNamespace(is_integrated=0), 20 << 30) == 20 << 30
+    assert free_gpu_memory(True, 20 << 30) == 110 << 30
+    assert free_gpu_memory(False, 20 << 30) == 20 << 30
     available.clear()
-    assert free_gpu_memory(SimpleNamespace(is_integrated=1), 20 << 30) == 20 << 30, "no /proc/meminfo here"
+    assert free_gpu_memory(True, 20 << 30) == 20 << 30, "no /proc/meminfo here"
 
 
 def test_a_triton_without_our_gluon_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

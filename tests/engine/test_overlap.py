@@ -18,8 +18,8 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import FinishReason, GrammarSpec, Request, StepOutput
 from sparkdraft.engine import overlap as overlap_module
-from sparkdraft.engine.lanes import StepKind
 from sparkdraft.engine.overlap import RING, OverlappedSteps
+from sparkdraft.engine.slots import StepKind
 from sparkdraft.kernels.reference import accept_drafts, pack_rows
 from tests.models.tiny import write_tiny
 
@@ -145,8 +145,8 @@ def test_recordings_do_not_multiply_with_what_clients_ask_for(
 ) -> None:
     overlap, kinds = overlapped.engine.overlap, set[StepKind]()
     assert overlap
-    step = overlap.lanes.step
-    monkeypatch.setattr(overlap.lanes, "step", lambda kind: (kinds.add(kind), step(kind))[1])
+    step = overlap.slots.step
+    monkeypatch.setattr(overlap.slots, "step", lambda kind: (kinds.add(kind), step(kind))[1])
     monkeypatch.setattr(overlap, "_steps", None)
     for top_k, top_p, min_p in product((0, 1, 5, 20, 50), (0.5, 0.95, 1.0), (0.0, 0.05)):
         for temperature in (0.0, 0.7):
@@ -165,7 +165,7 @@ def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
     overlap, drafting, seen = overlapped.engine.overlap, overlapped.engine.drafting, []
     assert overlap
     clock = Clock()
-    steps = SlowToRecord(overlap.lanes.step, clock)
+    steps = SlowToRecord(overlap.slots.step, clock)
     monkeypatch.setattr(overlap, "_steps", steps)
     monkeypatch.setattr(overlap_module, "time", clock)
     monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, seconds, *rest: seen.append((steps[0][1], seconds)))

@@ -93,7 +93,6 @@ class Layer:
         ops: Ops,
         memory: RecurrentState,
         parts: Sequence[Part],
-        parents: Sequence[Sequence[int]] | None = None,
         padding: int = 0,  # rows behind the batch that belong to nobody
         most: int = 0,  # host's bound on the rows of a sequence, where it is larger than they are
     ) -> list[tuple[Tensor, Tensor]]:
@@ -102,12 +101,8 @@ class Layer:
         extra = self.rows(0, padding)
         x = torch.cat([part.x for part in parts] + [torch.full_like(extra.x, float("nan"))])
         ab = torch.cat([part.ab for part in parts] + [torch.full_like(extra.ab, float("nan"))])
-        tree = None
-        if parents is not None:
-            flat = [p for each in parents for p in each] + [0] * padding
-            tree = torch.tensor(flat, dtype=torch.int32, device=self.device)
-        conv = ops.causal_conv(x, self.weight, memory, slots, view, tree)
-        o = ops.delta_rule(conv, ab, memory, slots, view, self.params, tree)
+        conv = ops.causal_conv(x, self.weight, memory, slots, view)
+        o = ops.delta_rule(conv, ab, memory, slots, view, self.params)
         ends = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
         pairs = zip([0, *ends], ends, strict=False)
         return [(conv[begin:end], o[begin:end]) for begin, end in pairs]
@@ -150,14 +145,3 @@ def row_by_row(layer: Layer, ops: Ops, part: Part) -> tuple[Tensor, Tensor]:
     memory = layer.memory()
     results = [layer.step(ops, memory, [part.cut(i, i + 1)])[0] for i in range(len(part))]
     return torch.cat([conv for conv, _ in results]), torch.cat([o for _, o in results])
-
-
-TREE = [-1, 0, 0, 1, 2, -1]  # two roots; the rows below: 3 after 1 after 0, 4 after 2 after 0, 5 by itself
-
-
-def paths(parents: Sequence[int]) -> dict[int, list[int]]:
-    """Each row's ancestors, and itself."""
-    found: dict[int, list[int]] = {-1: []}
-    for row, parent in enumerate(parents):
-        found[row] = [*found[parent], row]
-    return {row: path for row, path in found.items() if row >= 0}

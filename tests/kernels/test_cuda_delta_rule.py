@@ -30,7 +30,7 @@ from tests.kernels.ahead_of_time import (
     empty,
     spilled_bytes,
 )
-from tests.kernels.recurrent_cases import TREE, Layer, Part, Shape, paths, random_steps, row_by_row
+from tests.kernels.recurrent_cases import Layer, Part, Shape, random_steps, row_by_row
 from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
@@ -115,22 +115,6 @@ def test_same_bits_in_every_cutting_and_company(
                 got = layer.step(cuda, memory, [run] if seed else [other.cut(first, last), run])[-1]
                 for each, whole in zip(got, expected, strict=True):
                     assert torch.equal(each[: last - first], whole[first:last]), (seed, first, last, rejected)
-
-
-@gpu
-@pytest.mark.parametrize("first", [0, 2, 17])
-def test_a_tree_is_each_of_its_paths_run_alone(first: int) -> None:
-    layer = Layer(Shape(1, 2, 16, 16, most_rows=6), 2, device=DEVICE)
-    part, tree, memory = layer.rows(0, first), layer.rows(0, len(TREE), first), layer.memory()
-    for i in range(0, first, 6):
-        layer.step(cuda, memory, [part.cut(i, min(i + 6, first))])
-    got = layer.step(cuda, memory, [layer.rows(1, 3), tree], parents=[[-1, 0, 1], TREE])[1]
-    for row, path in paths(TREE).items():
-        alone = layer.memory()
-        whole = part.followed_by(Part(0, first, tree.x[path], tree.ab[path]))
-        for i in range(0, len(whole), 6):
-            conv, o = layer.step(cuda, alone, [whole.cut(i, min(i + 6, len(whole)))])[0]
-        assert torch.equal(got[0][row], conv[-1]) and torch.equal(got[1][row], o[-1]), row
 
 
 @gpu
@@ -253,7 +237,7 @@ def test_a_recorded_layer_replays_at_other_lengths(rows: int) -> None:
 
 
 def recurrent_step(
-    key_heads: int, heads: int, dtype: torch.dtype, rows: int, seqs: int = 2, tree: bool = False, most_rows: int = 16
+    key_heads: int, heads: int, dtype: torch.dtype, rows: int, seqs: int = 2, most_rows: int = 16
 ) -> None:
     """A layer's operators on tensors without memory."""
     dim, slots, width = 128, 4, 4
@@ -268,11 +252,11 @@ def recurrent_step(
     params = DeltaParams(key_heads, heads, dim, dim, empty(heads, dtype=wide), empty(heads, dtype=wide))
     tables = empty(seqs, 8, dtype=whole)
     view = AttentionView(empty(seqs + 1, dtype=whole), empty(seqs, dtype=whole), tables, rows, 4096)
-    states, parents = empty(seqs, dtype=whole), empty(rows * seqs, dtype=whole) if tree else None
+    states = empty(seqs, dtype=whole)
     cuda.find_states(empty(9, dtype=whole), view, 16, states)
     x, ab = empty(rows * seqs, channels, dtype=dtype), empty(rows * seqs, 2 * heads, dtype=dtype)
-    conv = cuda.causal_conv(x, empty(channels, width, dtype=wide), memory, states, view, parents)
-    o = cuda.delta_rule(conv, ab, memory, states, view, params, parents)
+    conv = cuda.causal_conv(x, empty(channels, width, dtype=wide), memory, states, view)
+    o = cuda.delta_rule(conv, ab, memory, states, view, params)
     cuda.gated_norm(o, empty(*o.shape, dtype=dtype), empty(dim, dtype=wide), 1e-6)
 
 
@@ -283,12 +267,12 @@ def test_the_kernels_of_a_27b_compile(dtype: torch.dtype, capability: int, monke
     """In bfloat16, which is what such models run in, nothing is spilled, but for a tile that was measured: the widest
     of prompts spills 140 bytes and is a quarter faster than the next (docs/numbers/recurrent-h200.md)."""
     found = {}
-    for rows, tree in ((1, False), (16, True), (2000, False)):
-        step = lambda rows=rows, tree=tree: recurrent_step(16, 48, dtype, rows, tree=tree)  # noqa: E731
+    for rows in (1, 16, 2000):
+        step = lambda rows=rows: recurrent_step(16, 48, dtype, rows)  # noqa: E731
         launches = captured_launches(monkeypatch, capability, step)
         assert len(launches) == (4 if rows <= 16 else 6)
-        found |= {(launch.kernel, tree): launch for launch in launches}
-    assert len(found) == 6 + 4
+        found |= {launch.kernel: launch for launch in launches}
+    assert len(found) == 6
     for launch in found.values():
         made, signature = compile_launch(capability, launch)
         assert made.metadata.shared <= LIMIT[capability] and made.metadata.launch_pdl, launch

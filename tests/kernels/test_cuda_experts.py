@@ -398,7 +398,7 @@ def test_tiles_of_few_tokens_run_one_instruction(capability: int) -> None:
     for kernel, (out, in_, size) in known:
         for programs in (1, 8, 128):  # `_launch` itself asserts it
             launch = experts._launch(kernel, (out, in_), size, programs, "16bit", 16, 2, target)
-            assert launch.stages >= 2 and launch.strips * launch.tile.block_n >= out
+            assert launch.stages >= 2 and launch.programs * launch.tile.block_n >= out
 
 
 def test_block_sizes() -> None:

@@ -18,8 +18,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference
 from sparkdraft.kernels.cuda.attention import paged, turboquant
-from sparkdraft.kernels.cuda.attention.turboquant.join import join
-from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
+from sparkdraft.kernels.cuda.attention.turboquant.rotation import join, signs
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.ops import AttentionParams, AttentionView

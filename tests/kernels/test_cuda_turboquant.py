@@ -24,9 +24,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.cuda.attention import turboquant
-from sparkdraft.kernels.cuda.attention.turboquant.join import join, turn_back
 from sparkdraft.kernels.cuda.attention.turboquant.levels import as_they_lie, in_pairs
-from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
+from sparkdraft.kernels.cuda.attention.turboquant.rotation import join, signs, turn_back
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.kernels.turboquant.layout import PLANES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.ops import FOLD, AttentionView, RecurrentState, input_ring, record_ring
-from tests.kernels.recurrent_cases import TREE, Layer, Part, Shape, paths, random_steps, row_by_row
+from tests.kernels.recurrent_cases import Layer, Part, Shape, random_steps, row_by_row
 
 SMALL = Shape()
 
@@ -125,36 +124,6 @@ def test_empty_and_unowned_sequences_are_left_alone() -> None:
     assert torch.equal(results[2][1], row_by_row(layer, reference, part)[1])
     assert not results[1][0].any() and not results[3][1].any(), "rows of nobody are zeros"
     assert memory.state[1].isnan().all() and memory.inputs[1].isnan().all()
-
-
-# ---- trees
-
-
-def test_a_chain_may_be_given_by_parents() -> None:
-    layer = Layer(SMALL, 2)
-    part, other = layer.rows(0, 30), layer.rows(1, 30)
-    memories = [layer.memory(), layer.memory()]
-    for first in range(0, 30, 5):
-        steps = [part.cut(first, first + 5), other.cut(first, first + 5)]
-        plain = layer.step(reference, memories[0], steps)
-        given = layer.step(reference, memories[1], steps, parents=[[-1, 0, 1, 2, 3]] * 2)
-        for a, b in zip(itertools.chain(*plain), itertools.chain(*given), strict=True):
-            assert torch.equal(a, b)
-    assert torch.equal(memories[0].updates.nan_to_num(), memories[1].updates.nan_to_num())
-
-
-@pytest.mark.parametrize("first", [0, 2, 21])
-def test_a_tree_is_each_of_its_paths_run_alone(first: int) -> None:
-    layer = Layer(SMALL, 2)
-    part, tree = layer.rows(0, first), layer.rows(0, len(TREE), first)
-    memory = layer.memory()
-    for i in range(first):
-        layer.step(reference, memory, [part.cut(i, i + 1)])
-    got = layer.step(reference, memory, [tree], parents=[TREE])[0]
-    for row, path in paths(TREE).items():
-        whole = part.followed_by(Part(0, first, tree.x[path], tree.ab[path]))
-        conv, o = row_by_row(layer, reference, whole)
-        assert torch.equal(got[0][row], conv[-1]) and torch.equal(got[1][row], o[-1]), row
 
 
 # ---- the three modules

@@ -32,6 +32,7 @@ from sparkdraft.kernels.ops import (
     RopeArgs,
 )
 from sparkdraft.weights.quant.stored import GroupQuant, as_float
+from tests.kernels.integers import group_linear
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 
@@ -55,7 +56,7 @@ def random_quant(out: int, width: int, bits: int, offset: bool = True) -> GroupQ
 
 
 def expected_linear(x: Tensor, w: GroupQuant) -> Tensor:
-    return reference.group_linear(x, w.q, w.scale, w.offset)
+    return group_linear(x, w.q, w.scale, w.offset)
 
 
 # ---- matmul ---------------------------------------------------------------------------------------------------------

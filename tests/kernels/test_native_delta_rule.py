@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.ops import AttentionView
-from tests.kernels.recurrent_cases import TREE, Layer, Part, Shape, paths, random_steps, row_by_row, view_of
+from tests.kernels.recurrent_cases import Layer, Part, Shape, random_steps, row_by_row, view_of
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 
@@ -55,18 +55,6 @@ def test_same_bits_in_every_cutting_company_and_thread_count(shape: Shape) -> No
             got = layer.step(native, memory, [other.cut(done, done + kept), *run] if seed else run)[-1]
             for each, whole in zip(got, expected, strict=True):
                 assert torch.equal(each[:kept], whole[done : done + kept]), (seed, done, kept, rejected)
-
-
-@pytest.mark.parametrize("first", [0, 2, 21])
-def test_a_tree_is_each_of_its_paths_run_alone(first: int) -> None:
-    layer = Layer(Shape(value_dim=40), 2)
-    part, tree, memory = layer.rows(0, first), layer.rows(0, len(TREE), first), layer.memory()
-    for i in range(first):
-        layer.step(native, memory, [part.cut(i, i + 1)])
-    got = layer.step(native, memory, [layer.rows(1, 3), tree], parents=[[-1, 0, 1], TREE])[1]
-    for row, path in paths(TREE).items():
-        conv, o = row_by_row(layer, native, part.followed_by(Part(0, first, tree.x[path], tree.ab[path])))
-        assert torch.equal(got[0][row], conv[-1]) and torch.equal(got[1][row], o[-1]), row
 
 
 def test_rows_of_nobody() -> None:

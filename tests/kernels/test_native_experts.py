@@ -14,6 +14,7 @@ from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
 from sparkdraft.weights.linear import CannotKeep, DenseExperts, DenseLinear, ExpertLinear, Linear
 from sparkdraft.weights.quant.stored import GroupQuant, as_float
+from tests.kernels.integers import group_linear
 from tests.kernels.test_native import random_quant
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
@@ -36,7 +37,7 @@ class GroupLinear(Linear):
         self.parts, self.bias = parts, bias
 
     def linear(self, x: Tensor) -> Tensor:
-        y = torch.cat([reference.group_linear(x, p.q, p.scale, p.offset) for p in self.parts], 1)
+        y = torch.cat([group_linear(x, p.q, p.scale, p.offset) for p in self.parts], 1)
         return y if self.bias is None else y + self.bias
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels import native, reference
+from sparkdraft.kernels import native
 from sparkdraft.kernels.native import leveled
 from sparkdraft.kernels.native.packed import PackedLinear, PackedParts
 from sparkdraft.weights.quant.stored import LEVELS, Coded, GroupQuant, as_float
+from tests.kernels.integers import group_linear, split_outliers
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler")
 
@@ -44,7 +45,7 @@ def coded(
 
 def expected(x: Tensor, matrix: Tensor) -> Tensor:
     """Each row rounded to int8 in groups of 32, except for its outliers, times the exact weights."""
-    groups, outliers = reference.split_outliers(x.unflatten(1, (-1, 32)))
+    groups, outliers = split_outliers(x.unflatten(1, (-1, 32)))
     peak = groups.abs().amax(-1, keepdim=True)
     steps = torch.where(peak > 0, 127 / peak, 0.0)
     rounded = torch.round(groups * steps) * (peak / 127) + outliers
@@ -97,7 +98,7 @@ def test_what_fits_the_fast_form_has_its_bits(levels: str, scale: str) -> None:
     x = torch.randn(3, 256)
     assert torch.equal(kept.linear(x), PackedLinear.pack([group]).linear(x))
     torch.testing.assert_close(
-        kept.linear(x), reference.group_linear(x, group.q, group.scale, group.offset), rtol=2e-5, atol=2e-5
+        kept.linear(x), group_linear(x, group.q, group.scale, group.offset), rtol=2e-5, atol=2e-5
     )
 
 

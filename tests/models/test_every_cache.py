@@ -151,7 +151,7 @@ def known_drafts(llm: LLM, expected: Expected, monkeypatch: pytest.MonkeyPatch) 
     overlap = llm.engine.overlap
     assert overlap
     known = [prompt + ids for prompt, ids in zip(expected.prompts, expected.ids, strict=True)]
-    monkeypatch.setattr(overlap.lanes, "_draft", KnownText(overlap.lanes, known, llm.model_config.vocab_size))
+    monkeypatch.setattr(overlap.slots, "_draft", KnownText(overlap.slots, known, llm.model_config.vocab_size))
     expected.check(texts(llm, expected.prompts, expected.params), "drafts mostly right")
     seen = llm.engine.drafting.so_far()
     assert 10 < seen.num_accepted_draft_tokens < seen.num_draft_tokens

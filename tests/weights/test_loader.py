@@ -23,6 +23,7 @@ from sparkdraft.weights.quant.base import Size, Unread, WeightFormat
 from sparkdraft.weights.quant.compressed_tensors import Int8
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import GroupQuant, Stored, as_float, take_rows
+from tests.kernels.integers import group_linear
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
 needs_native = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler")
@@ -130,7 +131,7 @@ def test_four_and_eight_bits_in_one_matrix_stay_what_they_are() -> None:
     kept = native.keep_matrix([four, eight], None, as_float)
     assert isinstance(kept, StackedLinear) and [part.nbytes for part in kept.parts] != [kept.parts[0].nbytes] * 2
     x = torch.randn(2, 64)
-    expected = [reference.group_linear(x, g.q, g.scale, g.offset) for g in (four, eight)]
+    expected = [group_linear(x, g.q, g.scale, g.offset) for g in (four, eight)]
     torch.testing.assert_close(kept.linear(x), torch.cat(expected, 1), rtol=2e-5, atol=2e-5)
 
 

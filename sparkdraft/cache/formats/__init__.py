@@ -1,8 +1,7 @@
 """The formats of a KV cache. A format is one file of this folder, or one object handed to `register`.
 
 A `KVFormat` says what the format is called, what it takes, where it runs, and builds it. Config, plan and forecast ask
-it these questions without torch; only `build` imports the tensors. Nothing else in the engine asks for a format by
-name.
+it without torch; only `build` imports the tensors. Nothing else in the engine asks for a format by name.
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ class Meter(Protocol):
         """Waits for the device."""
 
     def forget(self) -> None:
-        """Start anew: the requests so far were warm-up."""
+        """Starts anew: the requests so far were warm-up."""
 
 
 class KVCache:
-    """A whole cache: the layers' parts, and what they share. An optional capability that a cache lacks is None.
+    """A whole cache: the layers' parts, and what they share.
 
     A cache is never told which tokens were committed. K/V depend on their own token alone: those of rejected drafts lie
-    behind the sequence's length, and the next step overwrites them. States of recurrent layers lag behind and replay
-    what was committed (kernels/reference/recurrent.py).
+    behind the sequence's length, and the next step overwrites them. States of recurrent layers lag behind and replay.
     """
 
     layers: Sequence[LayerKV | LayerState]
@@ -64,7 +62,7 @@ class KVCache:
 
 
 class KeptLayer:
-    """A layer's own keys and values in some format: a LayerKV of which more is asked than the layer itself does."""
+    """A layer's own keys and values in some format."""
 
     __slots__ = ()
 
@@ -88,8 +86,8 @@ class KeptLayer:
         raise NotImplementedError
 
     def deviations(self, k: Tensor, v: Tensor, slots: Tensor) -> list[tuple[float, float]]:
-        """Of a lossy layer: the relative error of the keys and of the values at these slots, each with the limit of a
-        sound cache. k, v: what was written there, float32 [tokens, kv_heads, head_dim]."""
+        """The relative errors of a lossy layer's keys and values at these slots, each with the limit of a sound cache.
+        k, v: what was written there, float32 [tokens, kv_heads, head_dim]."""
         raise NotImplementedError
 
 
@@ -167,20 +165,20 @@ class KVFormat:
     notation: str  # of `bench kv --formats`
 
     def check_options(self, config: Any) -> None:
-        """Raise UserError if the config's fields for this format are wrong. Called whatever format is chosen."""
+        """Raises UserError if the config's fields for this format are wrong. Called whatever format is chosen."""
 
     def chosen(self, config: Any) -> KVFormat:
         """The format that runs for such a config: an option may turn this one off."""
         return self
 
     def check_machine(self, machine: Machine, weights: str) -> None:
-        """Raise UserError if the format does not run on this machine, or beside weights that are kept so."""
+        """Raises UserError if the format does not run on this machine, or beside weights that are kept so."""
 
     def check_layers(self, model: ModelConfig, layers: Sequence[AttentionSpec], kernels: str, block_size: int) -> None:
-        """Raise UserError if the format cannot keep these layers."""
+        """Raises UserError if the format cannot keep these layers."""
 
     def check_kernels(self, kernels: str) -> None:
-        """Raise UserError if the format's kernels cannot be imported."""
+        """Raises UserError if the format's kernels cannot be imported."""
 
     def no_graphs(self, kernels: str) -> str:
         """Why steps over this format cannot be captured; empty if they can."""
@@ -213,7 +211,7 @@ class KVFormat:
         block_size: int,
         device: torch.device,
     ) -> Any:
-        """Learn from a run of the model over these ids. forward: takes the fields of a step. scratch: an exact
+        """Learns from a run of the model over these ids. forward: takes the fields of a step. scratch: an exact
         cache."""
         return None
 
@@ -233,7 +231,7 @@ _formats: dict[str, KVFormat] = {}
 
 
 def kv_formats() -> tuple[KVFormat, ...]:
-    """All formats: the exact one first, then by memory."""
+    """The exact one first, then by memory."""
     if EXACT not in _formats:
         _formats.update({each.name: each for _, each in found_in(__name__, "FORMAT")})
     return tuple(sorted(_formats.values(), key=lambda each: (each.name != EXACT, -each.share)))
@@ -252,7 +250,7 @@ def kv_format(name: str) -> KVFormat:
 
 
 def register(made: KVFormat) -> None:
-    """Add a format that is not a file of this folder, before a config names it."""
+    """Adds a format that is not a file of this folder, before a config names it."""
     if made.name in kv_names():
         raise UserError(f"there is a KV format {made.name} already")
     _formats[made.name] = made

@@ -1,8 +1,7 @@
 """Caches that keep one number per number: two tensors per layer, in blocks of positions.
 
 Inside a block every head's positions are contiguous, so that a kernel reads one tile per (block, head). Layers may
-differ in heads and head size. A layer that reads another layer's keys and values has no tensors of its own. K/V depend
-on their own token alone, so rollback is a shorter length and a prefix block is complete by itself.
+differ in heads and head size. A layer that reads another layer's keys and values has no tensors of its own.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class DenseLayer(KeptLayer):
         self.ops.rope_write(qkv, rope_args, self.k, self.v, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
-        out = self.ops.paged_attention(q, self.k, self.v, view, params, self.same_bits_up_to)
-        return out
+        return self.ops.paged_attention(q, self.k, self.v, view, params, self.same_bits_up_to)
 
     def deviations(self, k: Tensor, v: Tensor, slots: Tensor) -> list[tuple[float, float]]:
         kept = (rows_at(cache, slots) for cache in (self.k, self.v))
@@ -67,7 +65,6 @@ class BorrowedLayer:
     ops: Ops
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
-        """Rotate the queries, which are all that qkv holds; nothing is stored."""
         self.ops.rope_queries(qkv, rope_args)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
@@ -86,8 +83,7 @@ class DenseKV(KVCache):
         same_bits_up_to: int = 0,
         limit: float = 0.0,
     ) -> None:
-        """same_bits_up_to: a token has the same bits in batches of up to this many tokens per sequence. limit: see
-        DenseLayer."""
+        """same_bits_up_to: a token has the same bits in batches of up to this many tokens per sequence."""
         owners = [spec for spec in layers if spec.kv_from is None]
         shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in owners]
         tensors = _tensors(shapes + shapes, dtype, device)
@@ -105,8 +101,8 @@ class DenseKV(KVCache):
 def _tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """One tensor per shape. On a CPU they are parts of one allocation, each at a different offset within its page.
 
-    The system clears memory when it is first written, up to HUGE_PAGE at a time, and all layers write the same block
-    in the same step. With equal offsets they would all reach a new page in one step, which would take twice its time.
+    The system clears memory when it is first written, up to HUGE_PAGE at a time, and all layers write the same block in
+    the same step. With equal offsets they would all reach a new page in one step, which would take twice its time.
     """
     import torch
 
@@ -122,8 +118,27 @@ def _tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torc
     return [whole[begin : begin + math.prod(shape)].view(shape) for begin, shape in zip(begins, shapes, strict=True)]
 
 
+def whole_text(
+    ids: Sequence[int], cache: KVCache, block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor, AttentionView]:
+    """Ids, positions and view of one step over a text in a cache's first blocks, which the cache begins."""
+    import torch
+
+    from sparkdraft.kernels.ops import AttentionView
+
+    def integers(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    count, positions = len(ids), integers(range(len(ids)))
+    tables = integers(range(-(-count // block_size))).unsqueeze(0)
+    view = AttentionView(integers([0, count]), integers([count]), tables, count, count)
+    if cache.begin:
+        cache.begin(positions, view)
+    return integers(ids), positions, view
+
+
 def rows_at(cache: Tensor, slots: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The rows at these slots, [tokens, kv_heads, ...], of a cache [blocks, kv_heads, block_size, ...]; in float32
+    """The tokens at these slots, [tokens, kv_heads, ...], of a cache [blocks, kv_heads, block_size, ...]; in float32
     where no type is named."""
     import torch
 

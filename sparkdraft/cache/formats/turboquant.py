@@ -1,9 +1,8 @@
 """TurboQuant: keys and values as codes of 2 to 5 bits, with the first and the most recent tokens uncoded beside them.
 
-Codes are in the engine's blocks, uncoded tokens in a small number of pages. A page belongs to a block (cache/pages.py),
-and `send` tells the device which blocks have one. A token's codes depend on that token alone, so rollback is a shorter
-length and a prefix block is complete by itself. In the mode capture_only the model reads an exact cache, and codes are
-written beside it to measure their error.
+Codes are in the engine's blocks, uncoded tokens in a small number of pages (cache/pages.py). A token's codes depend on
+that token alone, so rollback is a shorter length and a prefix block is complete by itself. In the mode capture_only the
+model reads an exact cache, and codes are written beside it to measure their error.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cache.formats import EXACT, Build, KeptLayer, KVCache, KVFormat, KVPlan, Room, kv_format
-from sparkdraft.cache.formats.dense import DenseKV, DenseLayer, relative_error, rows_at
-from sparkdraft.cache.groups import CacheGroup
+from sparkdraft.cache.formats.dense import DenseKV, DenseLayer, relative_error, rows_at, whole_text
+from sparkdraft.cache.groups import CacheGroup, send_map
 from sparkdraft.cache.pages import PagePool, RecentRows, pages_of_a_request
 from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import KERNEL_LIMITS, PLANES, block_width, check_bits, token_bytes
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
     from sparkdraft.kernels.turboquant.store import CodedLayer
+    from sparkdraft.kernels.turboquant.vectors import VectorFormat
     from sparkdraft.models.common.layers import LayerKV
 
 MODES = ("off", "hybrid", "full_tq", "capture_only")
@@ -104,8 +104,8 @@ class TurboQuant(KVFormat):
         return kv_format(EXACT) if config.tq_mode == "off" else self
 
     def check_layers(self, model: ModelConfig, layers: Sequence[AttentionSpec], kernels: str, block_size: int) -> None:
-        """Borrowed layers are refused: queries must be rotated as the codes are, which only the layer that writes the
-        codes does."""
+        """Borrowed layers are refused: queries must be rotated as the codes are, which only the layer that writes them
+        does."""
         owners = [model.layers[spec.kv_from].mixer for spec in model.attention if spec.kv_from is not None]
         if any(owner in layers for owner in owners):
             raise UserError(
@@ -245,39 +245,31 @@ class CodedLayerKV(KeptLayer):
         return self
 
     def reader(self) -> LayerKV:
-        return CodedReader(self)
+        return self  # queries are rotated as codes are, by the operator that writes: it is handed no keys
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         self.ops.tq_rope_write(self.store, qkv, rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
-        out = self.ops.tq_attention(self.store, q, view, params, self.same_bits_up_to)
-        return out
+        return self.ops.tq_attention(self.store, q, view, params, self.same_bits_up_to)
 
-    def deviations(self, k: Tensor, v: Tensor, slots: Tensor) -> list[tuple[float, float]]:
+    def decoded(self, k: Tensor, v: Tensor, slots: Tensor) -> list[tuple[VectorFormat, Tensor, Tensor]]:
+        """For keys and values: their format, what is read back at these slots, and what was written, in float32."""
         from sparkdraft.kernels.turboquant.store import planes
         from sparkdraft.kernels.turboquant.vectors import Encoded
 
         store, found = self.store, []
-        centred = k if store.centre is None else k - store.centre
+        centred = k if store.centre is None else k.float() - store.centre
         for form, part, wanted in zip((store.keys, store.values), planes(store), (centred, v), strict=True):
             rows = Encoded(tuple(rows_at(p, slots, p.dtype) for p in part.planes), rows_at(part.scale, slots))
-            found.append((relative_error(form.decode(rows), wanted), SLACK * sqrt(form.codebook.distortion)))
+            found.append((form, form.decode(rows), wanted))
         return found
 
-
-@dataclass(frozen=True, slots=True)
-class CodedReader:
-    """Codes are of rotated keys, so queries are rotated too, by the operator that writes: it is handed no keys."""
-
-    owner: CodedLayerKV
-
-    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
-        assert rope_args.num_kv_heads == 0, "a reader writes nothing"
-        self.owner.write(qkv, rope_args, slots)
-
-    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
-        return self.owner.attend(q, view, params)
+    def deviations(self, k: Tensor, v: Tensor, slots: Tensor) -> list[tuple[float, float]]:
+        return [
+            (relative_error(got, wanted), SLACK * sqrt(form.codebook.distortion))
+            for form, got, wanted in self.decoded(k, v, slots)
+        ]
 
 
 class TurboQuantKV(KVCache):
@@ -323,13 +315,9 @@ class TurboQuantKV(KVCache):
         self.bytes_per_token = sum(size // block_size for size in sizes)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
-        """Update the device's map: (block, its page or -1) of blocks that got or lost a page, before the next step."""
-        import torch
-
+        """(block, its page or -1) of blocks that got or lost a page, before the next step."""
         assert self.page_of is not None
-        if changes:
-            blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.page_of.device, non_blocking=True)
-            self.page_of[blocks.long()] = pages
+        send_map(self.page_of, changes)
 
 
 # ---- capture_only: measuring the error of coding on real requests
@@ -340,11 +328,9 @@ KEYS, VALUES, ATTENTION = range(len(ERRORS))
 
 
 class CaptureLayer(KeptLayer):
-    """The model reads the exact cache alone, so its text has the bits of an exact cache. Every token is also coded, as
-    in the mode full_tq, and errors are summed on the device: of keys (less their centre), of values, and of the
-    attention's result if all keys and values are read from their codes. The last depends on the model; the first two
-    hardly do. The mode hybrid reads the first and the recent tokens uncoded, so its errors are smaller.
-    """
+    """The model reads the exact cache, so its text is that of an exact cache. Every token is also coded, as in the mode
+    full_tq, and errors are summed on the device: of keys (less their centre), of values, and of the attention's result
+    over codes. The mode hybrid reads some tokens uncoded, so its errors are smaller."""
 
     def __init__(self, exact: DenseLayer, coded: CodedLayerKV, sums: Tensor, rows: Tensor | None) -> None:
         """sums: float64 [errors, 2] of this layer. rows: counts tokens; None in all layers but the first."""
@@ -380,23 +366,14 @@ class CaptureLayer(KeptLayer):
         return out
 
     def _compare(self, slots: Tensor) -> None:
-        """Compare what the kernels wrote to the two caches. For a token without a slot another slot is compared."""
-        from sparkdraft.kernels.turboquant.store import planes
-        from sparkdraft.kernels.turboquant.vectors import Encoded
-
-        coded, slot = self.coded.store, slots.clamp(min=0).long()
-        block, offset = slot // coded.layout.block_size, slot % coded.layout.block_size
-        k, v = (cache[block, :, offset] for cache in (self.exact.k, self.exact.v))  # [rows, kv_heads, dim]
-        keys, values = (
-            Encoded(tuple(p[block, :, offset] for p in stored.planes), stored.scale[block, :, offset])
-            for stored in planes(coded)
-        )
-        centred = k if coded.centre is None else k.float() - coded.centre
-        self._add(KEYS, coded.keys.decode(keys).flatten(1), centred.flatten(1))
-        self._add(VALUES, coded.values.decode(values).flatten(1), v.flatten(1))
+        """Compares what the kernels wrote to the two caches. For a token without a slot another slot is compared."""
+        slots = slots.clamp(min=0)
+        k, v = (rows_at(cache, slots, cache.dtype) for cache in (self.exact.k, self.exact.v))  # [rows, kv_heads, dim]
+        for error, (_, got, wanted) in zip((KEYS, VALUES), self.coded.decoded(k, v, slots), strict=True):
+            self._add(error, got.flatten(1), wanted.flatten(1))
 
     def _add(self, error: int, got: Tensor, wanted: Tensor) -> None:  # [rows, n]; 'got' is overwritten
-        """Add squared errors. Padding, which may hold anything, counts as zero, so the host need not select tokens."""
+        """Adds squared errors. Padding, which may hold anything, counts as zero."""
         import torch
 
         squares = [
@@ -419,10 +396,8 @@ class CaptureKV(KVCache):
 
 
 class CodingErrors:
-    """Sums over all tokens, at fixed addresses, because captured steps add to them.
-
-    They are float64: in float32 the sum of a day's tokens would be so large that adding another changes nothing.
-    """
+    """Sums over all tokens, at fixed addresses for captured steps. float64: a day's sum in float32 would stop
+    growing."""
 
     def __init__(self, numbers: Sequence[int], device: torch.device) -> None:
         import torch
@@ -433,11 +408,8 @@ class CodingErrors:
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
 
     def errors(self) -> dict[str, Any]:
-        """Relative errors of the codes over all tokens since `forget`. Waits for the device.
-
-        Each of ERRORS overall, which is the root of the layers' mean square, and per layer: 'layers' has a record for
-        each coded layer, and 'layer' in it is the layer's number in the model.
-        """
+        """Relative errors of the codes over all tokens since `forget`: each of ERRORS overall, which is the root of the
+        layers' mean square, and per coded layer, by its number in the model. Waits for the device."""
         wrong, there = self.sums.cpu().unbind(-1)  # [layers, errors] each
         relative = (wrong / there.where(there > 0, 1)).sqrt()
         overall = relative.square().mean(0).sqrt()
@@ -457,18 +429,17 @@ class CodingErrors:
 
 # ---- the mean key of each layer, which is subtracted from every key before it is coded
 #
-# A softmax does not change if all its scores change by the same number, so a centre costs nothing, and the codes' bits
-# describe only what differs between keys. It is learned from a fixed text before the first request, so that blocks can
-# be shared and no text depends on which request came first. Keys are averaged before their rotation, and the mean is
-# then rotated by the average over all positions of the context. The pairs that RoPE turns fast average to nearly zero,
-# the slow ones remain, and none depends on the length of the fixed text.
+# A softmax does not see a centre, so the codes' bits describe only what differs between keys. It is learned from a
+# fixed text before the first request, so that no text depends on which request came first. Keys are averaged before
+# RoPE, and the mean is then rotated by the average over all positions of the context: pairs that RoPE turns fast
+# average to nearly zero, the slow ones remain, and none depends on the length of the fixed text.
 
 
 SKIPPED = 16  # tokens at the beginning, whose keys differ from all others
 
 
 class KeyMean:
-    """One layer's cache that averages the keys written to it and passes every call on to the given one."""
+    """One layer's cache that averages the keys written to it and passes every call on."""
 
     def __init__(self, inner: LayerKV) -> None:
         self.inner = inner
@@ -494,21 +465,11 @@ def key_centres(
 
     kv: an exact cache for these ids, not needed afterwards. forward: runs the model over the fields of a step.
     """
-    import torch
-
-    from sparkdraft.kernels.ops import AttentionView
-
     parts: list[Any] = list(kv.layers)
-    means, rows = {i: KeyMean(part) for i, part in enumerate(parts) if hasattr(part, "attend")}, len(ids)
-    assert rows > SKIPPED, f"{rows} ids are too few to average"
-    positions = torch.arange(rows, dtype=torch.int32, device=device)
-    starts, context = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, rows], [rows]))
-    tables = torch.arange(-(-rows // block_size), dtype=torch.int32, device=device).unsqueeze(0)
-    view = AttentionView(starts, context, tables, rows, rows)
-    if kv.begin:
-        kv.begin(positions, view)
-    layers = [means.get(i, part) for i, part in enumerate(parts)]
-    forward(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, layers)
+    means = {i: KeyMean(part) for i, part in enumerate(parts) if hasattr(part, "attend")}
+    assert len(ids) > SKIPPED, f"{len(ids)} ids are too few to average"
+    tokens, positions, view = whole_text(ids, kv, block_size, device)
+    forward(tokens, positions, positions, view, [means.get(i, part) for i, part in enumerate(parts)])
     return {i: layer.centre for i, layer in means.items() if layer.centre is not None}
 
 

@@ -1,8 +1,7 @@
 """The operators of `ops.Ops` as Triton kernels for NVIDIA GPUs.
 
-Every launch is shaped by host integers alone and reads lengths on the device, so a captured CUDA graph stays
-right while they change; a shape must have run once before its capture, because Triton loads what it has
-compiled on first use. Sampling and the layout of the cache belong to others.
+Launches are shaped by host integers alone and lengths are read on the device, so a captured CUDA graph stays right
+while they change. A shape must have run once before its capture, because Triton loads a kernel on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,8 @@
-"""The small operators around the matmuls: norms, rotary embedding, gates, aux_hidden and the write into the cache.
+"""The small operators around the matmuls: norms, rotary embedding, gates and the write into the cache.
 
-Each reads its rows once, works in float32 and writes once: they are bound by launches and bytes, never by
-arithmetic, so each begins while its predecessor still runs (pdl.py), and norm, rotation and write are one launch
-(`rope_write`). Padding rows of a captured graph may hold anything: positions are clamped into the table, slots
-outside the cache are skipped, and no row reads another; attention itself is in attention.py.
+Each reads its rows once, works in float32 and writes once. They are bound by launches and bytes, so norm, rotation and
+write are one launch (`rope_write`), and each begins while its predecessor still runs (pdl.py). Padding may hold
+anything: positions are clamped into the table, and slots outside the cache are skipped.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.linear import few_tokens
+from sparkdraft.kernels.cuda.linear.few_tokens import activate
 from sparkdraft.kernels.cuda.runtime import pdl
 from sparkdraft.kernels.cuda.runtime.pdl import enter
 from sparkdraft.kernels.ops import Activation, Norm, Normed, RopeArgs
@@ -23,7 +22,7 @@ TILE = 2048  # elements a program holds when it takes several heads, or a slice 
 
 
 def run(kernel, grid: tuple[int, ...], first: Tensor, *arguments: object, **options: object) -> None:
-    """Run a kernel that enters by pdl.py, over its neighbours where the GPU can; 'first' is its first argument."""
+    """Launches a kernel that enters by pdl.py, over its neighbours where the GPU can; 'first' is its first argument."""
     on = pdl.active(first.device)
     kernel[grid](first, *arguments, PDL=on, **options, **pdl.options(on))
 
@@ -82,7 +81,7 @@ def _put(
     value, column, inside, head, start, k_line, v_line, kept, stride_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store a range of columns: queries in place, keys and values into the cache."""
+    """Stores a range of columns: queries in place, keys and values into the cache."""
     rounded = value.to(DTYPE)
     tl.store(start + column[None, :], rounded, mask=(head < HEADS)[:, None] & inside[None, :])
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & kept
@@ -102,10 +101,8 @@ def _rope_write(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # A head is three column ranges: a = [0, HALF), b = [HALF, 2 HALF), rest = [2 HALF, HEAD_DIM). The pair
-    # (a, b) rotates, the rest (partial rotary) is only normed. Loading the ranges apart saves a shuffle
-    # between halves. V's heads are beside them and do not turn; where they are made of the keys' projection, which
-    # nobody writes to, they read it.
+    # A head is three column ranges: a = [0, HALF), b = [HALF, 2 HALF), rest = [2 HALF, HEAD_DIM). The pair (a, b)
+    # rotates, the rest (partial rotary) is only normed. Heads of V do not rotate, and may read the keys' projection.
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     NORM: tl.constexpr = Q_NORM or K_NORM or V_NORM
     row = tl.program_id(0).to(tl.int64)
@@ -160,14 +157,7 @@ def _rope_write(
     _put(new_b, HALF + half, in_half, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE)
 
 
-def rope_write(
-    qkv: Tensor,  # [rows, projected heads * head_dim]; the queries are changed in place, the rest is left alone
-    args: RopeArgs,
-    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
-    v_cache: Tensor,
-    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
-) -> None:
-    """Norms and RoPE of queries and keys, norms of values, and the write of both to the cache, in one launch."""
+def rope_write(qkv: Tensor, args: RopeArgs, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, values = args
     assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
     assert k_cache.stride(3) == 1 and k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
@@ -190,11 +180,8 @@ def rope_write(
     )  # fmt: skip
 
 
-def rope_queries(
-    q: Tensor,  # [rows, heads * head_dim], changed in place
-    args: RopeArgs,  # with 0 key and value heads
-) -> None:
-    """`rope_write` without keys and values; what it is given as a cache is never written to."""
+def rope_queries(q: Tensor, args: RopeArgs) -> None:
+    """`rope_write` without keys and values: nothing is written to the cache that it is given."""
     nowhere = q.view(q.shape[0], 1, args.num_heads, -1)
     rope_write(q, args, nowhere, nowhere, args.positions)
 
@@ -242,7 +229,6 @@ def _sigmoid_gate(
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> None:  # [rows, width] twice, or one gate per row: [rows, 1]
-    """x *= sigmoid(gate), in place."""
     rows, width = x.shape
     assert x.stride(1) == gate.stride(1) == 1 and gate.shape in ((rows, width), (rows, 1)), (x.stride(), gate.shape)
     if rows:
@@ -258,7 +244,7 @@ def _add_normed(
     residual, y, weight, gain, scaled, squares, stride_residual, stride_y, eps, scale,
     DIM: tl.constexpr, PREPARE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. PREPARE: for the norm that reads it next, as few_tokens.py leaves it."""
+    """One row. PREPARE: for the norm that reads it next, as few_tokens.py does."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < DIM
@@ -278,7 +264,7 @@ def _add_normed(
 
 
 def add_normed(residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float = 1.0) -> Normed:
-    """residual [rows, dim] = (residual + norm(y)) * scale, in place, rounded once; few rows are prepared for 'then'."""
+    """Few rows are prepared for 'then'."""
     rows, dim = residual.shape
     assert residual.stride(1) == y.stride(1) == 1 and y.shape == residual.shape, (residual.stride(), y.stride())
     for gain in (norm.gain, then.gain):
@@ -313,12 +299,7 @@ def _tap(
     tl.store(target + column, value, mask=column < dim)
 
 
-def store_aux(
-    residual: Tensor,  # [rows, hidden]
-    aux: Tensor,  # [rows, layers, hidden], or [rows, ring, layers, hidden]: by position modulo its size
-    index: int,  # of the layer
-    positions: Tensor,  # int32 [rows]
-) -> None:
+def store_aux(residual: Tensor, aux: Tensor, index: int, positions: Tensor) -> None:
     rows, dim = residual.shape
     ring = aux.shape[1] if aux.dim() == 4 else 0
     assert residual.stride(1) == aux.stride(-1) == 1 and len(aux) >= rows, (residual.stride(), aux.shape)

@@ -1,11 +1,8 @@
 """The operators of `ops.Ops` for CPUs, in C++. Its matmuls are of integers (packed.py, experts.py).
 
-Tensors are float32 on the CPU. A row's result has the same bits whatever rows are beside it and
-however many threads run, so drafted and plain decoding agree exactly. The C++ beside this file is compiled on first use
-(`build.py`); where that cannot be, `unavailable_reason()` says why, and callers choose the reference instead.
-
-The tq_ operators, of a compressed KV cache, and those of recurrent layers are the reference's own: torch runs them, so
-steps that hold one are not recorded.
+Tensors are float32. A row has the same bits whatever rows are beside it and however many threads run. The C++ beside
+this file is compiled on first use (`build.py`); where that cannot be, `unavailable_reason()` says why. The tq_
+operators are the reference's own, so steps with a TurboQuant cache are not compiled.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ def store_aux(residual: Tensor, aux: Tensor, index: int, positions: Tensor) -> N
 
 
 def _copy_rows(source: Tensor, ids: Tensor | None, target: Tensor, scale: float = 1.0) -> None:
-    """Row i of the target is row ids[i] of the source, or row i where there are no ids, times 'scale'."""
+    """Row i of the target is row ids[i] of the source, or row i without ids, times 'scale'."""
     rows, width = target.shape
     places = (source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0))
     c.sd_copy_rows(*places, None if ids is None else ids.data_ptr(), rows, width, float(scale))
@@ -88,10 +85,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] ->
     return y
 
 
-def qk_norm_rope(
-    qkv: Tensor,  # [rows, projected heads * head_dim], changed in place
-    args: RopeArgs,
-) -> None:
+def qk_norm_rope(qkv: Tensor, args: RopeArgs) -> None:
     rows, width = qkv.shape
     c.sd_qk_norm_rope(
         *(qkv.data_ptr(), qkv.stride(0), args.positions.data_ptr(), args.table.data_ptr(), args.table.shape[1]),
@@ -133,7 +127,7 @@ def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  
 
 
 def norm_argmax(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # int64 [rows]; the lowest wins a tie
-    """By numpy, which takes a tenth of torch's time; not to be recorded."""
+    """By numpy, which takes a tenth of torch's time; not in compiled steps."""
     return torch.from_numpy(norm_logits(normed, head, softcap).numpy().argmax(-1))
 
 
@@ -153,19 +147,15 @@ def norm_route(
     live: Tensor | None = None,
 ) -> Routing:
     routing = Routing(*choose_experts(norm_linear(normed, router), top_k, renormalise, scale))
-    if live is not None:  # only steps that a GPU takes by itself have dead rows; here tests do
+    if live is not None:  # only a GPU's steps are padded; here tests do it
         routing.ids[int(live) :] = -1
         routing.weights[int(live) :] = 0
     return routing
 
 
 def norm_experts(
-    normed: Normed,  # [rows, hidden]
-    routing: Routing,
-    gate_up: ExpertLinear,  # [2 * inter, hidden] each
-    down: ExpertLinear,  # [hidden, inter] each
-    activation: Activation,
-) -> Tensor:  # [rows, hidden]: the weighted sum of the chosen experts' results
+    normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation
+) -> Tensor:
     y = empty(*normed.x.shape)
     write_experts(y, rms_norm(normed.x, *normed.norm), *routing, gate_up, down, activation, add=False)
     return y
@@ -179,13 +169,7 @@ def add_experts(
     return Normed(normed.x, then)
 
 
-def kv_write(
-    k: Tensor,  # [rows, kv_heads, head_dim], a strided view of qkv
-    v: Tensor,
-    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
-    v_cache: Tensor,
-    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
-) -> None:
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     _, kv_heads, block_size, head_dim = k_cache.shape
     (k_row, k_head, _), (v_row, v_head, _) = k.stride(), v.stride()
     c.sd_kv_write(
@@ -194,13 +178,7 @@ def kv_write(
     )
 
 
-def rope_write(
-    qkv: Tensor,  # [rows, projected heads * head_dim], changed in place
-    args: RopeArgs,
-    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
-    v_cache: Tensor,
-    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
-) -> None:
+def rope_write(qkv: Tensor, args: RopeArgs, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     heads = qkv.view(qkv.shape[0], args.projected_heads, -1)
     keys = args.num_heads + args.num_kv_heads
     k = heads[:, args.num_heads : keys]
@@ -211,35 +189,26 @@ def rope_write(
     kv_write(k, v, k_cache, v_cache, slots)
 
 
-def rope_queries(
-    q: Tensor,  # [rows, heads * head_dim], changed in place
-    args: RopeArgs,  # with 0 key and value heads
-) -> None:
+def rope_queries(q: Tensor, args: RopeArgs) -> None:
     qk_norm_rope(q, args)
 
 
 def find_pages(
-    page_of: Tensor,  # int32 [blocks]; -1: the block has none
-    slots: Tensor,  # int32 [rows]: block * block_size + offset, or negative
-    tables: Tensor,  # int32 [seqs, max_blocks]
+    page_of: Tensor,
+    slots: Tensor,
+    tables: Tensor,
     block_size: int,
-    page_slots: Tensor,  # int32 [rows], written: the same places in pages, -1 where there is none
-    page_tables: Tensor,  # int32 [seqs, max_blocks], written
-    missing: int,  # stands in the tables for a block without a page, whose rows may be read but count for nothing
+    page_slots: Tensor,
+    page_tables: Tensor,
+    missing: int,
 ) -> None:
     places = (page_of.data_ptr(), slots.data_ptr(), tables.data_ptr(), page_slots.data_ptr(), page_tables.data_ptr())
     c.sd_find_pages(*places, slots.shape[0], tables.shape[0] * tables.shape[1], block_size, missing)
 
 
 def make_rows(
-    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
-    tables: Tensor,  # int32 [seqs, max_blocks]
-    token: Tensor,  # int32 [seqs]: the last committed id
-    width: int,
-    block_size: int,
-    fill: int,
-    first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
+    length: Tensor, tables: Tensor, token: Tensor, width: int, block_size: int, fill: int, first: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert tables.is_contiguous()
     seqs, max_blocks = tables.shape
     rows = seqs * width
@@ -252,7 +221,7 @@ def make_rows(
 
 
 class _AttentionCall(ctypes.Structure):
-    """Mirrors 'Call' of attention.cpp; one struct is cheaper to hand over than nineteen arguments."""
+    """Mirrors 'Call' of attention.cpp."""
 
     _fields_ = [
         *((name, c_int64) for name in ("q", "q_row", "q_head", "k_cache", "v_cache")),
@@ -264,13 +233,8 @@ class _AttentionCall(ctypes.Structure):
 
 
 def paged_attention(
-    q: Tensor,  # [rows, heads, head_dim], a strided view of qkv
-    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
-    v_cache: Tensor,
-    view: AttentionView,
-    params: AttentionParams,
-    same_bits_up_to: int = 0,  # a row's bits never depend on the rows beside it
-) -> Tensor:  # [rows, heads * head_dim]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, view: AttentionView, params: AttentionParams, same_bits_up_to: int = 0
+) -> Tensor:
     rows, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     q_row, q_head, _ = q.stride()

@@ -1,8 +1,7 @@
-// Attention of ragged batches over the paged float cache: each row's heads against the keys that the row may see.
-// Keys are taken in spans of 128 by their absolute position: all scores of a span, their softmax, then the weighted
-// values, and span after span is merged. A row's sums so have the same order in a prompt chunk and in a decode step,
-// and what is shared out to threads, spans or queries, is free to follow the batch.
-// All query heads that share a key head go together, so that a key and a value are loaded once for them.
+// Attention of ragged batches over the paged float cache. Keys are taken in spans of 128 by their absolute position: all
+// scores of a span, their softmax, then the weighted values, and span after span is merged. So a row's sums have the same
+// order in a prompt chunk and in a decode step, however spans or queries are shared among threads. Query heads that share
+// a key head go together, so that a key and a value are loaded once for them.
 //
 //   unit of work:  (up to ROWS rows of a sequence) x (one key head) x (all spans; where units are few: one span)
 //   queries of a unit:  row 0 head 0, row 0 head 1, .. row 1 head 0, ..  in groups of up to QUERIES in registers
@@ -401,8 +400,8 @@ int64_t find_parts(const Call& c, std::vector<Unit>& units, std::vector<Part>& p
     return size;
 }
 
-// Few units, or some much larger than others (a prompt's rows beside decode rows): every span by itself, and the last ones, too few for all threads, in slices of their queries. Whoever does
-// the last task of a unit merges its spans, in their order.
+// Few units, or some much larger than others: every span by itself, and the last ones, too few for all threads, in slices
+// of their queries. The last task of a unit merges its spans, in their order.
 void attend_split(const Call& c, std::vector<Unit>& units) {
     thread_local std::vector<float> scratch;
     thread_local std::vector<Part> kept;

@@ -1,8 +1,7 @@
 """Compiles the C++ beside this file on first use, and keeps the library in the user's cache folder.
 
-The file name holds a hash of all that the machine code depends on (sources, flags, compiler, CPU), so a changed source
-or a cache folder shared between machines never yields a wrong library, and a compile that loses a race replaces the
-winner's file with an equal one. What the functions mean, and what to do without them, is left to __init__.py's callers.
+The file name holds a hash of all that the machine code depends on (sources, flags, compiler, CPU), so a cache folder
+may be shared between machines, and a compile that loses a race replaces the winner's file with an equal one.
 """
 
 from __future__ import annotations
@@ -25,15 +24,7 @@ SOURCES = (
     *("matmul.cpp", "experts.cpp", "attention.cpp", "recurrent.cpp", "elementwise.cpp", "sampling.cpp", "replay.cpp"),
     *("activation.h", "matmul.h", "simd.h", "pool.h"),
 )
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fPIC",
-    "-pthread",
-)
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 HERE = Path(__file__).parent
 
@@ -43,7 +34,7 @@ class BuildError(Exception):
 
 
 def library(cache: Path | None = None) -> Path:
-    """Path of the compiled library, compiled now if the cache lacks it.
+    """The compiled library, compiled now if the cache lacks it.
 
     $SPARKDRAFT_CXXFLAGS adds flags; -DSPARKDRAFT_PLAIN in it chooses the plain C++ that other CPUs get.
     """
@@ -57,7 +48,7 @@ def library(cache: Path | None = None) -> Path:
 
 
 def find_compiler() -> list[str]:
-    """The command of the first compiler there is; $CXX may hold arguments, as in 'ccache g++'."""
+    """The first compiler there is; $CXX may hold arguments, as in 'ccache g++'."""
     candidates = [shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)]
     for command in candidates:
         if command and shutil.which(command[0]):
@@ -90,7 +81,7 @@ def _compiler_version(compiler: list[str]) -> str:
 
 
 def _cpu_flags() -> str:
-    """What '-march=native' stands for here: the lines of /proc/cpuinfo that name a feature or a part."""
+    """What '-march=native' stands for here."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -100,7 +91,7 @@ def _cpu_flags() -> str:
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
-    """Compile in a folder of our own, then put the result in place in one step: others see all of it or nothing."""
+    """Compiles in a temporary folder, then puts the result in place in one step."""
     print("Compiling the CPU kernels, once for this machine: about ten seconds.", file=sys.stderr, flush=True)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +111,7 @@ def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
 
 
 def _run_all(compiler: list[str], arguments: list[list[str]]) -> None:
-    """Run the compiler once for each list of arguments, all at the same time."""
+    """Runs the compiler once for each list of arguments, all at the same time."""
     pipe = subprocess.PIPE
     runs = [subprocess.Popen([*compiler, *a], stdout=pipe, stderr=pipe, text=True) for a in arguments]
     errors = [run.communicate(timeout=600)[1] for run in runs]

@@ -69,7 +69,7 @@ INLINE void rotate(float* x, const float* cosines, const float* sines, int64_t h
 
 extern "C" {
 
-// Rows of a table of 4- or 8-bit groups (group.py), by id, times 'factor'. Strides in bytes, of a row and of a group.
+// Rows of a table of 4- or 8-bit groups, by id, times 'factor'. Strides in bytes, of a row and of a group.
 void sd_embed(const int32_t* ids, int64_t rows, int64_t bits, const uint8_t* q, int64_t q_row, int64_t q_group,
               const uint8_t* scale, int64_t s_row, int64_t s_group, const uint8_t* offset, int64_t o_row,
               int64_t o_group, int64_t groups, float* y, float factor) {
@@ -99,7 +99,7 @@ void sd_copy_rows(const float* x, int64_t x_stride, float* y, int64_t y_stride, 
     }
 }
 
-// Slots and tables of blocks as those of the pages that belong to them: a slot without a page is -1, a table entry 'missing'.
+// Translates slots and tables of blocks to pages: a slot without a page is -1, a table entry 'missing'.
 void sd_find_pages(const int32_t* page_of, const int32_t* slots, const int32_t* tables, int32_t* page_slots,
                    int32_t* page_tables, int64_t rows, int64_t entries, int64_t block_size, int64_t missing) {
     for (int64_t r = 0; r < rows; ++r) {
@@ -182,8 +182,8 @@ void sd_kv_write(const float* k, int64_t k_row, int64_t k_head, const float* v, 
     });
 }
 
-// Where the rows of a step are, a lane at a time: kernels/reference's make_rows without drafts. 'first' may be null. out
-// holds ids, positions and slots [seqs * width each], then the keys that each lane's last row sees [seqs].
+// Where the rows of a step are, a sequence at a time: kernels/reference's make_rows without drafts. 'first' may be null. out
+// holds ids, positions and slots [seqs * width each], then the keys that each sequence's last row sees [seqs].
 void sd_make_rows(const int32_t* length, const int32_t* tables, const int32_t* token, const int32_t* first, int64_t seqs,
                 int64_t max_blocks, int64_t width, int64_t block_size, int64_t fill, int32_t* out) {
     const int64_t rows = seqs * width;

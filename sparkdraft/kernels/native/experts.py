@@ -21,10 +21,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")  # as in activation.h
 
 
 def keep_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:
-    """experts: for each, the parts that its matrix is stacked of; one expert at a time is repacked.
-
-    Parts of one expert that differ in form are rounded to 8 bits.
-    """
+    """Parts of one expert that differ in form are rounded to 8 bits."""
     return NativeExperts([_pack(parts, b) for parts, b in zip(experts, _each(bias, experts), strict=True)])
 
 

@@ -1,10 +1,9 @@
-"""A function's kernel calls, captured once and run again by a single call into C: what a CUDA graph is to a GPU.
+"""A function's kernel calls, captured once and run again by a single call into C: the CPU's CUDA graph.
 
-While a function is captured, the arguments of the kernels it calls are written down, and nothing is computed; all that
-the kernels allocate stays allocated, so that the addresses stay true. Inputs must therefore live at fixed addresses.
-Graphs of one owner, of which one runs at a time, lay what they allocate over each other, so a hundred shapes take
-the memory of the largest. A torch operator that computes would be missing from the replay: it makes the capture fail,
-with its name.
+A capture writes down the arguments of kernel calls and computes nothing; what the kernels allocate stays allocated, so
+that addresses stay true. Inputs must live at fixed addresses. Graphs of one owner, of which one runs at a time, share
+their memory, so a hundred shapes take that of the largest. A torch operator that computes would be missing from the
+replay, so it makes the capture fail.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ALIGN = 16  # floats: a cache line
 
 
 class Arena:
-    """Memory for the outputs of a graph's kernels, handed out from its beginning to each graph anew."""
+    """Memory for the outputs of a graph's kernels."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
@@ -71,7 +70,7 @@ _current: Graph | None = None  # the graph that is being captured
 
 
 def empty(rows: int, width: int) -> Tensor:
-    """A kernel's output; that of a captured one stays where it is, since its address is in there."""
+    """A kernel's output; during a capture it comes from the graph's arena."""
     if _current is None:
         return torch.empty(rows, width)
     return _current.arena.take(rows * width).view(rows, width)
@@ -86,10 +85,7 @@ class Graph:
     RUN_FIRST: ClassVar = False
 
     def __init__(self, run: Callable[[], Tensor], beside: Graph | None = None) -> None:
-        """Calls 'run' once, which computes nothing: 'output' is filled by `replay`. Raises CannotCapture.
-
-        beside: an earlier graph of the same owner, whose memory this one shares: only one replays at a time.
-        """
+        """Calls 'run' once, which computes nothing: 'output' is filled by `replay`. Raises CannotCapture."""
         self.kept: list[object] = []
         self.arena: Arena = beside.arena if beside else Arena()
         self.arena.restart()
@@ -100,18 +96,16 @@ class Graph:
 
     @property
     def kernels(self) -> list[str]:
-        """The names of the captured calls, in order."""
         return [KERNELS[call.kernel] for call in self._array]
 
     def replay(self) -> Tensor:
-        """The same calls on what the inputs hold now; returns the same tensor, filled anew."""
         c.sd_replay(ctypes.addressof(self._array), len(self._array))
         return self.output
 
 
 @contextmanager
 def _recorders(graph: Graph, calls: list[_Call]) -> Iterator[None]:
-    """In place of the kernels, as long as it is entered."""
+    """Replaces the kernels while it is entered."""
     global _current
     originals = {name: getattr(c, f"sd_{name}") for name in KERNELS}
     _current = graph
@@ -135,7 +129,7 @@ def _recorder(calls: list[_Call], number: int) -> Callable[..., None]:
 
 
 class _OnlyViews(TorchFunctionMode):
-    """Lets through what allocates or looks at memory, and nothing that computes."""
+    """Allows what allocates or looks at memory, and nothing that computes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__

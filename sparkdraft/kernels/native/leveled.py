@@ -1,9 +1,8 @@
 """How quantised matrices are kept for the C++ matmuls.
 
-What fits the integers of weights/quant/stored.py exactly becomes them, which is the fastest form. Other codes whose
-levels are small integers (INT4 with zero points, MXFP4, NVFP4, GGUF's K-quants) keep their bits, and their scales as
-exactly as the file has them: `LeveledLinear`. What has no such levels (FP8, groups of columns that are not neighbours)
-is rounded to 8 bits, and the kept matrix says so.
+What fits GroupQuant exactly becomes it, the fastest form. Other codes whose levels are small integers (INT4 with zero
+points, MXFP4, NVFP4, K-quants) keep their bits and the file's scales: `LeveledLinear`. The rest (FP8, groups of columns
+that are not neighbours) is rounded to 8 bits, and the kept matrix says so.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Form:
     offsets: int
 
     def joined(self, other: Form) -> Form | None:
-        """One that both fit without rounding."""
+        """A form that both fit without rounding."""
         if self.levels != other.levels:
             return None
         pairs = ((self.scales, other.scales), (self.scale_bytes, other.scale_bytes), (self.offsets, other.offsets))
@@ -49,7 +48,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Packable:
-    """A matrix on its way into memory."""
+    """A matrix that is about to be packed."""
 
     matrix: GroupQuant | Coded
     form: Form | None  # None: GroupQuant's
@@ -57,7 +56,6 @@ class Packable:
 
 
 def keep_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
-    """One matrix stacked of the parts, as integers."""
     ready = packable(parts)
     if whole := pack_alike(ready, bias):
         return whole
@@ -68,7 +66,6 @@ def keep_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) 
 
 
 def keep_table(part: Stored, floats: ToFloats) -> Stored:
-    """A table that `embed` looks rows up in."""
     if part.shape[1] % GROUP:
         return floats(part)
     (ready,) = packable([part])

@@ -1,8 +1,5 @@
-"""The compiled kernels as Python functions: `c.sd_linear(...)` and its kin, taken in when they are first needed.
-
-Arguments are addresses and numbers, checked by nobody: the wrappers in __init__.py know tensors. Where the library can
-not be had, `unavailable_reason()` is one sentence for the user.
-"""
+"""The compiled kernels as Python functions, `c.sd_linear(...)` and so on, loaded when they are first needed. Arguments
+are addresses and numbers, which nothing checks."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ _reason: str | None = None
 
 
 def load(cache: Path | None = None) -> None:
-    """Compile if need be, and take in the C functions; raises build.BuildError."""
+    """Compiles if need be, and loads the C functions; raises build.BuildError."""
     # PyDLL keeps the interpreter lock: calls last microseconds, and giving the lock away hundreds of times a token
     # would let any busy thread hold up the step for its whole switch interval.
     library = ctypes.PyDLL(str(build.library(cache)))
@@ -80,5 +77,5 @@ def unavailable_reason() -> str | None:
 
 
 def set_threads(threads: int) -> None:
-    """Threads that share a call, the caller's included. Results do not depend on it."""
+    """Threads that share a call, including the caller. Results do not depend on it."""
     c.sd_set_threads(threads)

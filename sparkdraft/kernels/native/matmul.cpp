@@ -3,7 +3,7 @@
 // Outputs are interleaved LANES at a time into 'strips', so that one vector instruction yields a lane for each output;
 // a strip meets up to 8 rows at once, so that its weights are loaded and unpacked once for all of them. Each output of
 // each row is summed over the groups in their order with the same operations in every tiling, so its bits depend on
-// nothing but its row and its weights; who stores the weights, and what they mean, is packed.py's and group.py's.
+// nothing but its row and its weights; who stores the weights, and what they mean, is packed.py's.
 //
 //   strip, 4 bits:  groups x { half scale[LANES], half offset[LANES] },  groups x { uint8 nibbles[16 * LANES] }
 //   strip, 8 bits:  groups x { half scale[LANES] },                      groups x { int8 weights[32 * LANES] }
@@ -126,8 +126,8 @@ INLINE void copy_group(const float* x, int64_t g, const Outliers& outliers, floa
     }
 }
 
-// Removing the largest element of a group lowers the expected squared error of its row, which is proportional to the sum
-// of the groups' squared peaks, by the difference of the squares. Elements are taken out while that is a fifth or more.
+// The expected squared error of a row is proportional to the sum of its groups' squared peaks. Elements are taken out
+// while that lowers it by a fifth or more.
 constexpr float WORTH = 0.2f;
 
 void take_outliers(const float* x, int64_t groups, float* peaks, float error, Outliers& outliers) {
@@ -186,8 +186,8 @@ void round_row(const float* x, int64_t groups, int64_t place, int rows, uint8_t*
     }
 }
 
-// The outliers of all rows of a tile, by ascending columns, which rows often share: a column of weights is unpacked once
-// for all rows. Where a row has none, its value is 0, which changes no bit of its sum.
+// The outliers of all rows of a tile, by ascending columns: a column of weights is unpacked once for all rows. Where a row
+// has none, its value is 0, which changes no bit of its sum.
 struct TileOutliers {
     int count = 0;
     uint32_t column[TILE * Outliers::MOST];
@@ -215,9 +215,8 @@ struct TileOutliers {
 // ---- One strip times one tile of rows -----------------------------------------------------------------------------
 
 // Three forms of a strip. weight<J>(g) is vector J of group g, integers(g, k) is its column k as floats; scale, offset
-// and shift belong to its LANES outputs,
-// and the shift, which undoes the bias of the dot products, is kept in memory because each row's sum starts from a
-// fresh copy ('spare' is room for it where the strip has none).
+// and shift belong to its LANES outputs. The shift, which undoes the bias of the dot products, is kept in memory because
+// each row's sum starts from a fresh copy ('spare' is room for it where the strip has none).
 
 INLINE const float* make_shift(vfloat scale, float* spare) {
     vstore(spare, vscale(scale, -BIAS_VALUE));
@@ -234,7 +233,7 @@ INLINE void prefetch_ahead(const void* strip, int64_t g) {
 }
 
 struct Nibbles {  // as packed, 4 bits
-    static constexpr bool SMALL = true, OFFSET = true;
+    static constexpr bool LEVELED = false, SMALL = true, OFFSET = true;
     const uint16_t* head;
     const uint8_t* body;
     Nibbles(const Matrix& m, const uint8_t* strip)
@@ -255,7 +254,7 @@ struct Nibbles {  // as packed, 4 bits
 };
 
 struct Bytes {  // as packed, 8 bits
-    static constexpr bool SMALL = false, OFFSET = false;
+    static constexpr bool LEVELED = false, SMALL = false, OFFSET = false;
     const uint16_t* head;
     const uint8_t* body;
     Bytes(const Matrix& m, const uint8_t* strip)
@@ -274,7 +273,7 @@ struct Bytes {  // as packed, 8 bits
 };
 
 struct Unpacked {  // a 4-bit strip unpacked to memory beforehand: cheaper once several tiles of rows use it
-    static constexpr bool SMALL = true, OFFSET = true;
+    static constexpr bool LEVELED = false, SMALL = true, OFFSET = true;
     static constexpr int64_t BYTES = 32 * LANES + 3 * sizeof(float) * LANES;
     const uint8_t* groups;
     Unpacked(const Matrix&, const uint8_t* unpacked) : groups(unpacked) {}
@@ -307,6 +306,7 @@ struct Unpacked {  // a 4-bit strip unpacked to memory beforehand: cheaper once 
 // The general form: 4-bit codes that a table gives a meaning, or bytes; a scale for a group or for each of its halves.
 template <bool NIBBLES>
 struct Leveled {
+    static constexpr bool LEVELED = true;
     const Levels& levels;
     const uint8_t *head, *body;
     vbytes table;
@@ -462,22 +462,26 @@ void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile,
 using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const TileOutliers&, const float*,
                           const Output&, int64_t);
 
-template <class Strip>
-Multiply leveled_for(int rows) {
-    static constexpr Multiply table[TILE] = {
-        multiply_leveled<Strip, 1>, multiply_leveled<Strip, 2>, multiply_leveled<Strip, 3>, multiply_leveled<Strip, 4>,
-        multiply_leveled<Strip, 5>, multiply_leveled<Strip, 6>, multiply_leveled<Strip, 7>, multiply_leveled<Strip, 8>,
-    };
-    return table[rows - 1];
+template <class Strip, int... ROWS>
+Multiply multiply_for(int rows, std::integer_sequence<int, ROWS...>) {
+    if constexpr (Strip::LEVELED) {
+        static constexpr Multiply table[] = {multiply_leveled<Strip, ROWS + 1>...};
+        return table[rows - 1];
+    } else {
+        static constexpr Multiply table[] = {multiply_tile<Strip, ROWS + 1>...};
+        return table[rows - 1];
+    }
 }
 
+// Multiplies strips of this form with so many rows.
 template <class Strip>
 Multiply multiply_for(int rows) {
-    static constexpr Multiply table[TILE] = {
-        multiply_tile<Strip, 1>, multiply_tile<Strip, 2>, multiply_tile<Strip, 3>, multiply_tile<Strip, 4>,
-        multiply_tile<Strip, 5>, multiply_tile<Strip, 6>, multiply_tile<Strip, 7>, multiply_tile<Strip, 8>,
-    };
-    return table[rows - 1];
+    return multiply_for<Strip>(rows, std::make_integer_sequence<int, TILE>{});
+}
+
+Multiply multiply_packed_for(const Matrix& m, int rows) {
+    if (m.levels) return m.bits == 4 ? multiply_for<Leveled<true>>(rows) : multiply_for<Leveled<false>>(rows);
+    return m.bits == 4 ? multiply_for<Nibbles>(rows) : multiply_for<Bytes>(rows);
 }
 
 // ---- All strips times all rows ------------------------------------------------------------------------------------
@@ -490,12 +494,11 @@ struct Rows {  // rounded rows in tiles; all tiles but the last have TILE rows
 };
 
 // Strips 'begin' to 'end', which lie 'strip_bytes' apart from 'data' on, times one tile of rows.
-void multiply_strips_by(Multiply multiply, const Matrix& m, const uint8_t* data, int64_t strip_bytes, int64_t begin,
-                        int64_t end, const Rows& rows, int64_t tile, Output out) {
+void multiply_strips(Multiply multiply, const Matrix& m, const uint8_t* data, int64_t strip_bytes, int64_t begin,
+                     int64_t end, const Rows& rows, int64_t tile, Output out) {
     const uint8_t* x = rows.data + tile * rows.tile_bytes;
     const int count = rows.rows_of(tile);
-    const auto* found = reinterpret_cast<const Outliers*>(x + m.groups() * group_bytes(count));
-    const TileOutliers outliers(found, count);
+    const TileOutliers outliers(reinterpret_cast<const Outliers*>(x + m.groups() * group_bytes(count)), count);
     float* y = out.y + tile * TILE * out.stride;
     for (int64_t s = begin; s < end; ++s, data += strip_bytes) {
         const int64_t lanes = std::min<int64_t>(LANES, m.out_features - s * LANES);
@@ -504,56 +507,29 @@ void multiply_strips_by(Multiply multiply, const Matrix& m, const uint8_t* data,
     }
 }
 
-template <class Strip>
-void multiply_strips(const Matrix& m, const uint8_t* data, int64_t strip_bytes, int64_t begin, int64_t end,
-                     const Rows& rows, int64_t tile, Output out) {
-    multiply_strips_by(multiply_for<Strip>(rows.rows_of(tile)), m, data, strip_bytes, begin, end, rows, tile, out);
-}
-
-// A few strips at a time stay in the first-level cache while all tiles of rows pass by.
-void multiply_all_leveled(const Matrix& m, const Rows& rows, Output out, int64_t begin, int64_t end) {
-    const int64_t few = rows.tiles() == 1 ? end - begin : 4, block = std::max<int64_t>(2, BLOCK / rows.tile_bytes);
-    for (int64_t first = 0; first < rows.tiles(); first += block) {
-        for (int64_t s = begin; s < end; s += few) {
-            for (int64_t t = first; t < std::min(first + block, rows.tiles()); ++t) {
-                const int count = rows.rows_of(t);
-                const Multiply by = m.bits == 4 ? leveled_for<Leveled<true>>(count) : leveled_for<Leveled<false>>(count);
-                const uint8_t* data = m.data + s * m.strip_bytes();
-                multiply_strips_by(by, m, data, m.strip_bytes(), s, std::min(s + few, end), rows, t, out);
-            }
-        }
-    }
-}
-
 // Strips 'begin' to 'end' times all rows. With several tiles of rows, a few strips at a time stay in the first-level
 // cache while a block of tiles passes by, and 4-bit strips are unpacked once for a block.
 void multiply_all(const Matrix& m, const Rows& rows, Output out, int64_t begin, int64_t end) {
-    if (m.levels) return multiply_all_leveled(m, rows, out, begin, end);
-    const uint8_t* data = m.data + begin * m.strip_bytes();
-    if (rows.tiles() == 1) {
-        if (m.bits == 4) return multiply_strips<Nibbles>(m, data, m.strip_bytes(), begin, end, rows, 0, out);
-        return multiply_strips<Bytes>(m, data, m.strip_bytes(), begin, end, rows, 0, out);
-    }
     thread_local std::vector<uint8_t> scratch;
-    const int64_t few = 4, block = std::max<int64_t>(2, BLOCK / rows.tile_bytes);
-    const int64_t unpacked_bytes = m.groups() * Unpacked::BYTES;
-    if (m.bits == 4) scratch.resize(size_t(few * unpacked_bytes));
+    const int64_t few = rows.tiles() == 1 ? std::max<int64_t>(end - begin, 1) : 4;
+    const int64_t block = std::max<int64_t>(2, BLOCK / rows.tile_bytes), unpacked_bytes = m.groups() * Unpacked::BYTES;
     for (int64_t first = 0; first < rows.tiles(); first += block) {
         const int64_t last = std::min(first + block, rows.tiles());
+        const bool unpack = m.bits == 4 && !m.levels && last - first >= 5;  // from there on it pays
+        if (unpack) scratch.resize(size_t(few * unpacked_bytes));
         for (int64_t s = begin; s < end; s += few) {
             const int64_t stop = std::min(s + few, end);
             const uint8_t* strips = m.data + s * m.strip_bytes();
-            const bool unpack = m.bits == 4 && last - first >= 5;  // from there on it pays
             for (int64_t i = 0; unpack && i < stop - s; ++i) {
                 Unpacked::fill(m, strips + i * m.strip_bytes(), scratch.data() + i * unpacked_bytes);
             }
             for (int64_t t = first; t < last; ++t) {
+                const int count = rows.rows_of(t);
                 if (unpack) {
-                    multiply_strips<Unpacked>(m, scratch.data(), unpacked_bytes, s, stop, rows, t, out);
-                } else if (m.bits == 4) {
-                    multiply_strips<Nibbles>(m, strips, m.strip_bytes(), s, stop, rows, t, out);
+                    const Multiply by = multiply_for<Unpacked>(count);
+                    multiply_strips(by, m, scratch.data(), unpacked_bytes, s, stop, rows, t, out);
                 } else {
-                    multiply_strips<Bytes>(m, strips, m.strip_bytes(), s, stop, rows, t, out);
+                    multiply_strips(multiply_packed_for(m, count), m, strips, m.strip_bytes(), s, stop, rows, t, out);
                 }
             }
         }

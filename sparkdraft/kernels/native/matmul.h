@@ -21,7 +21,7 @@ struct Matrix {  // mirrored in packed.py
     const uint8_t* data;
     int64_t width, out_features, bits;  // 4 and 8: integers in groups of 32, in strips; 32: floats [out_features, width]
     const float* bias;                  // [out_features], or null
-    const Levels* levels;               // null: the integers of group.py, else the general form of matmul.cpp
+    const Levels* levels;               // null: the integers of a GroupQuant, else the general form of matmul.cpp
 
     int64_t groups() const { return width / GROUP; }
     int64_t head_bytes() const { return groups() * LANES * (levels ? levels->head() : bits == 4 ? 4 : 2); }

@@ -1,5 +1,5 @@
-"""Weights as the C++ matmuls read them: integers in groups of 32, repacked, those of the file or rounded to 8 bits; or
-floats, for a router and for widths that have no such groups. Codes of other formats are in leveled.py."""
+"""Weights as the C++ matmuls read them: repacked integers in groups of 32, those of the file or rounded to 8 bits; or
+floats, for a router and for other widths. Codes of other formats are in leveled.py."""
 
 from __future__ import annotations
 
@@ -50,11 +50,10 @@ class NativeLinear(Linear):
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += linear(x), in place."""
         self.write(residual, x, add=True)
 
     def write(self, y: Tensor, x: Tensor, add: bool = False) -> None:
-        """Into rows that may be columns of a wider tensor."""
+        """y's rows may be columns of a wider tensor."""
         places = (x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), y.stride(0))
         c.sd_linear(self._handle, *places, int(add))
 
@@ -73,7 +72,7 @@ class FloatLinear(NativeLinear):
 
 
 class PackedLinear(NativeLinear):
-    """Integers in the order in which matmul.cpp reads them. Several matrices that read the same input make one."""
+    """Integers in the order in which matmul.cpp reads them."""
 
     __slots__ = ()
 

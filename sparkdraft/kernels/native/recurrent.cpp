@@ -29,7 +29,7 @@ struct Conv {
     int64_t x_row;
     const float* weight;
     float* inputs;
-    const int32_t *slots, *query_start, *context_len, *parents;  // parents: null where rows follow each other
+    const int32_t *slots, *query_start, *context_len;
     int64_t seqs, channels, width, ring;
     float* out;
 };
@@ -42,7 +42,7 @@ struct Rule {
     float* state;
     int32_t* base;
     float *keys, *updates, *decays;
-    const int32_t *slots, *query_start, *context_len, *parents;
+    const int32_t *slots, *query_start, *context_len;
     int64_t seqs, ring, most_rows, fold, key_heads, value_heads, key_dim, value_dim;
     const float *rate, *bias;
     float eps;
@@ -59,11 +59,6 @@ INLINE float dot(const float* a, const float* b, int64_t n) {
     float total = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; i < n; ++i) total = multiply_add(a[i], b[i], total);
     return total;
-}
-
-// The row before a row of a step, both counted from its first; negative numbers are rows before the step.
-INLINE int64_t parent_of(const int32_t* parents, int64_t begin, int64_t row) {
-    return !parents || row < 0 ? row - 1 : parents[begin + row];
 }
 
 // ---- The convolution ----------------------------------------------------------------------------------------------
@@ -95,15 +90,13 @@ void convolve_sequence(const Conv& call, int64_t s, int64_t from, int64_t n) {
     float* inputs = call.inputs + slot * call.ring * call.channels + from;
     for (int64_t i = 0; i < count; ++i) {
         const float* taps[MOST_WIDTH];
-        int64_t row = i;
-        for (int64_t j = call.width - 1; j >= 0; --j) {
-            const int64_t position = first + row;
+        for (int64_t j = 0; j < call.width; ++j) {
+            const int64_t row = i + j - (call.width - 1), position = first + row;  // negative rows: before the step
             if (row >= 0) {
                 taps[j] = call.x + (begin + row) * call.x_row + from;
             } else {
                 taps[j] = position < 0 ? zeros : inputs + position % call.ring * call.channels;
             }
-            row = parent_of(call.parents, begin, row);
         }
         convolve(taps, weights, call.width, call.out + (begin + i) * call.channels + from, n);
     }
@@ -213,28 +206,12 @@ INLINE void replay(float* hand, const float* key, float decay, const float* reco
     update<N>(hand, key, decay, u, dim);
 }
 
-// S as it was after row 'row' of a tree: from 'start' on, which stood before the step, along the row's ancestors.
-template <int N>
-void walk_to(const Head& at, int64_t row, int64_t column, const float* start, float* hand) {
-    const Rule& call = at.call;
-    std::memcpy(hand, start, size_t(call.key_dim) * N * LANES * sizeof(float));
-    int64_t depth = 0;
-    for (int64_t r = row; r >= 0; r = parent_of(call.parents, at.begin, r)) ++depth;
-    Row of;
-    for (; depth > 0; --depth) {
-        int64_t r = row;
-        for (int64_t up = 1; up < depth; ++up) r = parent_of(call.parents, at.begin, r);
-        read_row(call, at.begin + r, at.head, &of);
-        replay<N>(hand, of.key, of.decay, at.updates(at.first + r, column), call.key_dim);
-    }
-}
-
 template <int N>
 void run_strip(const Head& at, int64_t column) {
     const Rule& call = at.call;
     const int64_t dim = call.key_dim;
     const bool recorded = at.count <= call.most_rows, writes_key = at.head % (call.value_heads / call.key_heads) == 0;
-    alignas(64) float hand[MOST_KEY_DIM * N * LANES], start[MOST_KEY_DIM * N * LANES];
+    alignas(64) float hand[MOST_KEY_DIM * N * LANES];
     float* memory = call.state + (at.slot * call.value_heads + at.head) * dim * call.value_dim + column;
     Strip<N> strip{memory, hand, dim, call.value_dim};
     strip.load(at.first == 0);
@@ -243,11 +220,9 @@ void run_strip(const Head& at, int64_t column) {
         replay<N>(hand, at.key(position), *at.decay(position), at.updates(position, column), dim);
     }
     if (at.fold == at.first) strip.store();
-    if (call.parents) std::memcpy(start, hand, size_t(dim) * N * LANES * sizeof(float));
     Row row;
     for (int64_t i = 0; i < at.count; ++i) {
-        const int64_t parent = parent_of(call.parents, at.begin, i), position = at.first + i, r = at.begin + i;
-        if (parent != i - 1) walk_to<N>(at, parent, column, start, hand);
+        const int64_t position = at.first + i, r = at.begin + i;
         read_row(call, r, at.head, &row);
         const int64_t past_keys = 2 * call.key_heads * dim, own = at.head * call.value_dim + column;
         run_row<N>(hand, row, call.qkv + r * call.qkv_row + past_keys + own,

@@ -20,7 +20,7 @@ class _Conv(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("x", "x_row", "weight", "inputs")),
-        *((name, c_int64) for name in ("slots", "query_start", "context_len", "parents")),
+        *((name, c_int64) for name in ("slots", "query_start", "context_len")),
         *((name, c_int64) for name in ("seqs", "channels", "width", "ring", "out")),
     ]
 
@@ -31,33 +31,21 @@ class _Rule(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("qkv", "qkv_row", "decay_beta", "decay_beta_row")),
         *((name, c_int64) for name in ("state", "base", "keys", "updates", "decays")),
-        *((name, c_int64) for name in ("slots", "query_start", "context_len", "parents")),
+        *((name, c_int64) for name in ("slots", "query_start", "context_len")),
         *((name, c_int64) for name in ("seqs", "ring", "most_rows", "fold")),
         *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "rate", "bias")),
         *(("eps", c_float), ("out", c_int64)),
     ]
 
 
-def find_states(
-    slot_of: Tensor,  # int32 [blocks]: the state slot of the request that writes into the block; -1: nobody does
-    view: AttentionView,
-    block_size: int,
-    out: Tensor,  # int32 [seqs], written: each sequence's slot, -1 where it has no rows
-) -> None:
+def find_states(slot_of: Tensor, view: AttentionView, block_size: int, out: Tensor) -> None:
     tables = view.block_tables
     assert tables.is_contiguous() and tables.shape[0] == out.shape[0], (tables.shape, tables.stride(), out.shape)
     places = (slot_of.data_ptr(), *_batch(view), tables.data_ptr(), out.data_ptr())
     c.sd_find_states(*places, *tables.shape, block_size)
 
 
-def causal_conv(
-    x: Tensor,  # [rows, channels]
-    weight: Tensor,  # float32 [channels, width]: the last column meets the row itself
-    memory: RecurrentState,  # its inputs are changed in place
-    slots: Tensor,  # int32 [seqs], from find_states
-    view: AttentionView,
-    parents: Tensor | None = None,  # int32 [rows]: the row before each, from its sequence's first row on; -1: none here
-) -> Tensor:  # [rows, channels]
+def causal_conv(x: Tensor, weight: Tensor, memory: RecurrentState, slots: Tensor, view: AttentionView) -> Tensor:
     rows, channels = x.shape
     width, inputs = weight.shape[1], memory.inputs
     assert weight.is_contiguous() and inputs.is_contiguous(), (weight.stride(), inputs.stride())
@@ -65,7 +53,7 @@ def causal_conv(
     out = empty(rows, channels)
     call = _Conv(
         *(x.data_ptr(), x.stride(0), weight.data_ptr(), inputs.data_ptr()),
-        *(slots.data_ptr(), *_batch(view), _optional(parents)),
+        *(slots.data_ptr(), *_batch(view)),
         *(slots.shape[0], channels, width, inputs.shape[1], out.data_ptr()),
     )
     keep(call)
@@ -74,15 +62,13 @@ def causal_conv(
 
 
 def delta_rule(
-    qkv: Tensor,  # [rows, channels]: queries and keys of all key heads, values of all value heads
-    decay_beta: Tensor,  # [rows, 2 * value_heads]: a, then b
-    memory: RecurrentState,  # changed in place
-    slots: Tensor,  # int32 [seqs]
+    qkv: Tensor,
+    decay_beta: Tensor,
+    memory: RecurrentState,
+    slots: Tensor,
     view: AttentionView,
     params: DeltaParams,
-    parents: Tensor | None = None,  # as in causal_conv
-) -> Tensor:  # [rows, value_heads * value_dim]
-    assert parents is None or view.max_query <= memory.most_rows, "rows of a prompt follow each other"
+) -> Tensor:
     assert params.key_dim <= MOST_KEY_DIM and params.value_dim % ALIGNED == 0, (params.key_dim, params.value_dim)
     assert memory.ring >= record_ring(memory.most_rows), (memory.ring, memory.most_rows)
     kept = (memory.state, memory.base, memory.keys, memory.updates, memory.decays)
@@ -91,7 +77,7 @@ def delta_rule(
     call = _Rule(
         *(qkv.data_ptr(), qkv.stride(0), decay_beta.data_ptr(), decay_beta.stride(0)),
         *(each.data_ptr() for each in kept),
-        *(slots.data_ptr(), *_batch(view), _optional(parents)),
+        *(slots.data_ptr(), *_batch(view)),
         *(slots.shape[0], memory.ring, memory.most_rows, FOLD),
         *(params.num_key_heads, params.num_value_heads, params.key_dim, params.value_dim),
         *(params.rate.data_ptr(), params.bias.data_ptr(), params.eps, out.data_ptr()),
@@ -119,7 +105,3 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> None:  # [rows, width] twice, or on
 
 def _batch(view: AttentionView) -> tuple[int, int]:
     return view.query_start.data_ptr(), view.context_len.data_ptr()
-
-
-def _optional(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

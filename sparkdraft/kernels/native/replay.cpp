@@ -1,8 +1,9 @@
-// Runs a recorded list of kernel calls one after the other: what a CUDA graph is to a GPU.
-// A decoding step makes some 270 calls of a few microseconds each, and coming from Python every one of them costs as
-// much again; recorded once (graph.py), the step is a single call. What is in the list is Python's business.
+// Runs a compiled step (graph.py): a list of kernel calls, one after the other, as a CUDA graph does on a GPU. A decoding
+// step makes some 270 calls of a few microseconds each, and from Python every one of them would cost as much again.
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 struct Matrix;
 
@@ -36,13 +37,7 @@ void sd_gated_norm(const float*, int64_t, const float*, int64_t, const float*, f
                    float);
 void sd_sigmoid_gate(float*, int64_t, const float*, int64_t, int64_t, int64_t, int64_t);
 
-enum Kernel : int64_t {
-    EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, GATED, KV_WRITE, PAGED_ATTENTION, FIND_PAGES, MAKE_ROWS,
-    UNIT_RMS, ADD_NORMED, SOFTCAP, ROUTE, EXPERTS, FIND_STATES, CAUSAL_CONV, DELTA_RULE, GATED_NORM,
-    SIGMOID_GATE
-};
-
-struct Recorded {  // both mirrored in graph.py
+struct Recorded {  // mirrored in graph.py
     int64_t kernel;
     int64_t a[14];   // pointers and integers, in the kernel's order
     double real[2];  // its floating-point arguments, which come last
@@ -52,69 +47,37 @@ struct Recorded {  // both mirrored in graph.py
 
 namespace {
 
-template <class T>
-T* at(int64_t address) {
-    return reinterpret_cast<T*>(address);
-}
+template <auto KERNEL>
+struct Call;
 
-void run(const Recorded& c) {
-    const int64_t* a = c.a;
-    switch (c.kernel) {
-        case EMBED:
-            return sd_embed(at<int32_t>(a[0]), a[1], a[2], at<uint8_t>(a[3]), a[4], a[5], at<uint8_t>(a[6]), a[7],
-                            a[8], at<uint8_t>(a[9]), a[10], a[11], a[12], at<float>(a[13]), float(c.real[0]));
-        case COPY_ROWS:
-            return sd_copy_rows(at<float>(a[0]), a[1], at<float>(a[2]), a[3], at<int32_t>(a[4]), a[5], a[6],
-                                float(c.real[0]));
-        case LINEAR:
-            return sd_linear(at<Matrix>(a[0]), at<float>(a[1]), a[2], a[3], at<float>(a[4]), a[5], int(a[6]));
-        case RMS_NORM:
-            return sd_rms_norm(at<float>(a[0]), a[1], at<float>(a[2]), at<float>(a[3]), a[4], a[5], float(c.real[0]));
-        case QK_NORM_ROPE:
-            return sd_qk_norm_rope(at<float>(a[0]), a[1], at<int32_t>(a[2]), at<float>(a[3]), a[4], a[5], a[6], a[7],
-                                   a[8], at<float>(a[9]), at<float>(a[10]), float(c.real[0]));
-        case GATED:
-            return sd_gated(at<float>(a[0]), a[1], at<float>(a[2]), a[3], a[4], a[5], float(c.real[0]));
-        case KV_WRITE:
-            return sd_kv_write(at<float>(a[0]), a[1], a[2], at<float>(a[3]), a[4], a[5], at<float>(a[6]),
-                               at<float>(a[7]), at<int32_t>(a[8]), a[9], a[10], a[11], a[12]);
-        case PAGED_ATTENTION:
-            return sd_paged_attention(at<void>(a[0]));
-        case FIND_PAGES:
-            return sd_find_pages(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]),
-                                 at<int32_t>(a[4]), a[5], a[6], a[7], a[8]);
-        case MAKE_ROWS:
-            return sd_make_rows(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]), a[4], a[5],
-                              a[6], a[7], a[8], at<int32_t>(a[9]));
-        case UNIT_RMS:
-            return sd_unit_rms(at<float>(a[0]), a[1], a[2], at<float>(a[3]), a[4], a[5], a[6], float(c.real[0]));
-        case ADD_NORMED:
-            return sd_add_normed(at<float>(a[0]), a[1], at<float>(a[2]), a[3], at<float>(a[4]), a[5], a[6],
-                                 float(c.real[0]), float(c.real[1]));
-        case SOFTCAP:
-            return sd_softcap(at<float>(a[0]), a[1], float(c.real[0]));
-        case ROUTE:
-            return sd_route(at<float>(a[0]), a[1], a[2], a[3], a[4], at<float>(a[5]), at<int32_t>(a[6]),
-                            at<float>(a[7]));
-        case EXPERTS:
-            return sd_experts(at<void>(a[0]));
-        case FIND_STATES:
-            return sd_find_states(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]),
-                                  at<int32_t>(a[4]), a[5], a[6], a[7]);
-        case CAUSAL_CONV:
-            return sd_causal_conv(at<void>(a[0]));
-        case DELTA_RULE:
-            return sd_delta_rule(at<void>(a[0]));
-        case GATED_NORM:
-            return sd_gated_norm(at<float>(a[0]), a[1], at<float>(a[2]), a[3], at<float>(a[4]), at<float>(a[5]), a[6],
-                                 a[7], a[8], float(c.real[0]));
-        case SIGMOID_GATE:
-            return sd_sigmoid_gate(at<float>(a[0]), a[1], at<float>(a[2]), a[3], a[4], a[5], a[6]);
+template <class... A, void (*KERNEL)(A...)>
+struct Call<KERNEL> {
+    static constexpr int INTEGERS = (0 + ... + int(!std::is_floating_point_v<A>));
+
+    template <class T>
+    static T argument(const Recorded& call, int i) {
+        if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(call.a[i]);
+        if constexpr (std::is_integral_v<T>) return T(call.a[i]);
+        if constexpr (std::is_floating_point_v<T>) return T(call.real[i - INTEGERS]);
     }
-}
+    template <int... I>
+    static void run_with(const Recorded& call, std::integer_sequence<int, I...>) {
+        KERNEL(argument<A>(call, I)...);
+    }
+    static void run(const Recorded& call) { run_with(call, std::make_integer_sequence<int, sizeof...(A)>{}); }
+};
+
+using Run = void (*)(const Recorded&);
+constexpr Run KERNELS[] = {  // in the order of graph.py
+    Call<sd_embed>::run,           Call<sd_copy_rows>::run,   Call<sd_linear>::run,     Call<sd_rms_norm>::run,
+    Call<sd_qk_norm_rope>::run,    Call<sd_gated>::run,       Call<sd_kv_write>::run,   Call<sd_paged_attention>::run,
+    Call<sd_find_pages>::run,      Call<sd_make_rows>::run,   Call<sd_unit_rms>::run,   Call<sd_add_normed>::run,
+    Call<sd_softcap>::run,         Call<sd_route>::run,       Call<sd_experts>::run,    Call<sd_find_states>::run,
+    Call<sd_causal_conv>::run,     Call<sd_delta_rule>::run,  Call<sd_gated_norm>::run, Call<sd_sigmoid_gate>::run,
+};
 
 }  // namespace
 
 extern "C" void sd_replay(const Recorded* calls, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) run(calls[i]);
+    for (int64_t i = 0; i < count; ++i) KERNELS[calls[i].kernel](calls[i]);
 }

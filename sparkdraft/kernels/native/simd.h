@@ -271,45 +271,52 @@ INLINE void dot_group(const Strip& strip, int64_t g, const int8_t* x, vfloat* bi
     });
 }
 
-#elif SPARKDRAFT_AVX512
+#elif SPARKDRAFT_AVX2
 
-constexpr int LANES = 16, PAIR_ROWS = 0;
+#if SPARKDRAFT_AVX512
+#define VECTOR(operation) _mm512_##operation
+#define WHOLE(operation) _mm512_##operation##_si512
 typedef __m512 vfloat;
 typedef __m512i vbytes;
+#else
+#define VECTOR(operation) _mm256_##operation
+#define WHOLE(operation) _mm256_##operation##_si256
+typedef __m256 vfloat;
+typedef __m256i vbytes;
+#endif
+constexpr int LANES = sizeof(vfloat) / sizeof(float), PAIR_ROWS = 0;
 
-INLINE vfloat vload(const float* p) { return _mm512_loadu_ps(p); }
-INLINE void vstore(float* p, vfloat v) { _mm512_storeu_ps(p, v); }
-INLINE vfloat vzero() { return _mm512_setzero_ps(); }
-INLINE vfloat vsplat(float x) { return _mm512_set1_ps(x); }
-INLINE vfloat vadd(vfloat a, vfloat b) { return _mm512_add_ps(a, b); }
-INLINE vfloat vscale(vfloat a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
-INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE vfloat vfma(vfloat a, float b, vfloat c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
-INLINE vfloat load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-INLINE vbytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
-INLINE void store_bytes(void* p, vbytes v) { _mm512_storeu_si512(p, v); }
-
-INLINE vfloat vmultiply(vfloat a, vfloat b) { return _mm512_mul_ps(a, b); }
+INLINE vfloat vload(const float* p) { return VECTOR(loadu_ps)(p); }
+INLINE void vstore(float* p, vfloat v) { VECTOR(storeu_ps)(p, v); }
+INLINE vfloat vzero() { return VECTOR(setzero_ps)(); }
+INLINE vfloat vsplat(float x) { return VECTOR(set1_ps)(x); }
+INLINE vfloat vadd(vfloat a, vfloat b) { return VECTOR(add_ps)(a, b); }
+INLINE vfloat vmultiply(vfloat a, vfloat b) { return VECTOR(mul_ps)(a, b); }
+INLINE vfloat vscale(vfloat a, float b) { return VECTOR(mul_ps)(a, VECTOR(set1_ps)(b)); }
+INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return VECTOR(fmadd_ps)(a, b, c); }
+INLINE vfloat vfma(vfloat a, float b, vfloat c) { return VECTOR(fmadd_ps)(a, VECTOR(set1_ps)(b), c); }
+INLINE vbytes load_bytes(const void* p) { return WHOLE(loadu)((const vbytes*)p); }
+INLINE void store_bytes(void* p, vbytes v) { WHOLE(storeu)((vbytes*)p, v); }
 INLINE vfloat byte_floats(vbytes v, uint32_t k) {
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sll_epi32(v, _mm_cvtsi32_si128(24 - 8 * int(k))), 24));
+    return VECTOR(cvtepi32_ps)(VECTOR(srai_epi32)(VECTOR(sll_epi32)(v, _mm_cvtsi32_si128(24 - 8 * int(k))), 24));
 }
+INLINE vbytes look_up(vbytes table, vbytes codes) { return VECTOR(shuffle_epi8)(table, codes); }
+INLINE vbytes low_nibbles(vbytes v) { return WHOLE(and)(v, VECTOR(set1_epi8)(15)); }
+INLINE vbytes high_nibbles(vbytes v) { return low_nibbles(VECTOR(srli_epi16)(v, 4)); }
+INLINE vbytes splat_integer(int32_t n) { return VECTOR(set1_epi32)(n); }
+INLINE vbytes sizes_of(vbytes v) { return VECTOR(abs_epi8)(v); }
+INLINE vbytes multiply_pairs(vbytes w, vbytes x) { return VECTOR(maddubs_epi16)(w, x); }
+INLINE vbytes add_pairs(vbytes a, vbytes b) { return VECTOR(add_epi16)(a, b); }
+INLINE vbytes add_integers(vbytes a, vbytes b) { return VECTOR(add_epi32)(a, b); }
+INLINE vbytes widen_pairs(vbytes pairs) { return VECTOR(madd_epi16)(pairs, VECTOR(set1_epi16)(1)); }
+
+#if SPARKDRAFT_AVX512
+INLINE vfloat load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vbytes load_table(const int8_t* table) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)); }
-INLINE vbytes look_up(vbytes table, vbytes codes) { return _mm512_shuffle_epi8(table, codes); }
-
-INLINE vbytes low_nibbles(vbytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-INLINE vbytes high_nibbles(vbytes v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
-
-INLINE vbytes splat_integer(int32_t n) { return _mm512_set1_epi32(n); }
-INLINE vbytes sizes_of(vbytes v) { return _mm512_abs_epi8(v); }
 INLINE vbytes with_signs_of(vbytes w, vbytes x) {
     return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
 }
-INLINE vbytes multiply_pairs(vbytes w, vbytes x) { return _mm512_maddubs_epi16(w, x); }
-INLINE vbytes add_pairs(vbytes a, vbytes b) { return _mm512_add_epi16(a, b); }
-INLINE vbytes add_integers(vbytes a, vbytes b) { return _mm512_add_epi32(a, b); }
-INLINE vbytes widen_pairs(vbytes pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
 INLINE vfloat as_floats(vbytes v) { return _mm512_castsi512_ps(v); }
-
 INLINE vfloat add_halves(vfloat a, vfloat b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
@@ -323,52 +330,20 @@ INLINE f32x4 sum_lanes(vfloat a, vfloat b, vfloat c, vfloat d) {
 #if SPARKDRAFT_VNNI
 INLINE vbytes add_quads(vbytes w, vbytes x, vbytes sum) { return _mm512_dpbusd_epi32(sum, w, x); }
 #endif
-
-#elif SPARKDRAFT_AVX2
-
-constexpr int LANES = 8, PAIR_ROWS = 0;
-typedef __m256 vfloat;
-typedef __m256i vbytes;
-
-INLINE vfloat vload(const float* p) { return _mm256_loadu_ps(p); }
-INLINE void vstore(float* p, vfloat v) { _mm256_storeu_ps(p, v); }
-INLINE vfloat vzero() { return _mm256_setzero_ps(); }
-INLINE vfloat vsplat(float x) { return _mm256_set1_ps(x); }
-INLINE vfloat vadd(vfloat a, vfloat b) { return _mm256_add_ps(a, b); }
-INLINE vfloat vscale(vfloat a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
-INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE vfloat vfma(vfloat a, float b, vfloat c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+#else
 INLINE vfloat load_halves(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-INLINE vbytes load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-INLINE void store_bytes(void* p, vbytes v) { _mm256_storeu_si256((__m256i*)p, v); }
-
-INLINE vfloat vmultiply(vfloat a, vfloat b) { return _mm256_mul_ps(a, b); }
-INLINE vfloat byte_floats(vbytes v, uint32_t k) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_sll_epi32(v, _mm_cvtsi32_si128(24 - 8 * int(k))), 24));
-}
 INLINE vbytes load_table(const int8_t* table) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
 }
-INLINE vbytes look_up(vbytes table, vbytes codes) { return _mm256_shuffle_epi8(table, codes); }
-
-INLINE vbytes low_nibbles(vbytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
-INLINE vbytes high_nibbles(vbytes v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
-
-INLINE vbytes splat_integer(int32_t n) { return _mm256_set1_epi32(n); }
-INLINE vbytes sizes_of(vbytes v) { return _mm256_abs_epi8(v); }
 INLINE vbytes with_signs_of(vbytes w, vbytes x) { return _mm256_sign_epi8(x, w); }
-INLINE vbytes multiply_pairs(vbytes w, vbytes x) { return _mm256_maddubs_epi16(w, x); }
-INLINE vbytes add_pairs(vbytes a, vbytes b) { return _mm256_add_epi16(a, b); }
-INLINE vbytes add_integers(vbytes a, vbytes b) { return _mm256_add_epi32(a, b); }
-INLINE vbytes widen_pairs(vbytes pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 INLINE vfloat as_floats(vbytes v) { return _mm256_castsi256_ps(v); }
-
 INLINE f32x4 sum_lanes(vfloat a, vfloat b, vfloat c, vfloat d) {
     const vfloat v = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     return (f32x4)_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
 #if SPARKDRAFT_VNNI
 INLINE vbytes add_quads(vbytes w, vbytes x, vbytes sum) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+#endif
 #endif
 
 #else

@@ -1,24 +1,22 @@
 """Recurrent layers (a gated delta rule after a short causal convolution): what a layer keeps, and its definition.
 
-Each value head has a state S [key_dim, value_dim], which every row changes:
+Each value head has a state S [key_dim, value_dim], which every token changes:
 
     S = decay * S;    u = beta * (v - k^T S);    S = S + k u^T;    o = q^T S
 
-A state cannot be rolled back, so it lags behind. `state` is what S was before the row at position `base`. The rows from
-there on left a record each (k, u and decay), which is all that S needs of them. A step first replays the records of the
-positions from `base` to its own first row, by the same operations and in the same order, so S has the bits that it had
-when those rows ran. Then it runs its own rows and records them. Records and convolution inputs are kept in rings, by
-position modulo their size. So a rejected draft needs no undoing: the next step begins at a smaller position, and writes
-over its record. Keys and values of attention behave in the same way.
+A state cannot be rolled back, so it lags behind. `state` is S before the token at position `base`; each token from
+there on left a record (k, u and decay). A step first replays the records up to its own first token, by the same
+operations in the same order, which gives S the same bits; then it runs its tokens and records them. Records and
+convolution inputs are in rings, by position modulo their size. So a rejected draft needs no undoing: the next step
+writes over its record.
 
     positions   ... base ............ first row ....... last row
     state            |  replay records  |  run and record  |
 
-A step that starts at `first` leaves `state` at the last multiple of FOLD that is not past `first`, or where it was if
-that is further on. So the state of a request is mostly at a border of a block, where another request may continue from
-a copy of it. A step of more than `most_rows` rows of one sequence is a part of a prompt, of which nothing is rejected:
-it leaves `state` after its last row, and no records. A sequence that starts at position 0 starts from zeros, whatever
-its slot held before.
+A step that starts at `first` leaves `state` at the last multiple of FOLD up to `first`, or where it was if that is
+further on; there another request may continue from a copy. A step of more than `most_rows` tokens of one sequence is
+part of a prompt, of which nothing is rejected: it leaves `state` after its last token, and no records. A sequence that
+starts at position 0 starts from zeros, whatever its slot held.
 """
 
 from __future__ import annotations
@@ -30,32 +28,15 @@ from torch import Tensor
 from sparkdraft.kernels.ops import FOLD, AttentionView, DeltaParams, RecurrentState
 
 
-def find_states(
-    slot_of: Tensor,  # int32 [blocks]: the state slot of the request that writes into the block; -1: nobody does
-    view: AttentionView,
-    block_size: int,
-    out: Tensor,  # int32 [seqs], written: each sequence's slot, -1 where it has no rows
-) -> None:
-    """The state slot of each sequence, by the block that its first row is written to: only one request writes there."""
+def find_states(slot_of: Tensor, view: AttentionView, block_size: int, out: Tensor) -> None:
     rows = view.query_start[1:] - view.query_start[:-1]
     first = view.context_len - rows
     block = view.block_tables.gather(1, (first.clamp(min=0) // block_size).long().unsqueeze(1)).squeeze(1)
     out.copy_(slot_of[block.clamp(min=0).long()].where((rows > 0) & (first >= 0), -1))
 
 
-def causal_conv(
-    x: Tensor,  # [rows, channels]
-    weight: Tensor,  # float32 [channels, width]: the last column meets the row itself
-    memory: RecurrentState,  # its inputs are changed in place
-    slots: Tensor,  # int32 [seqs], from find_states
-    view: AttentionView,
-    parents: Tensor | None = None,  # int32 [rows]: the row before each, from its sequence's first row on; -1: none here
-) -> Tensor:  # [rows, channels]
-    """silu(a causal convolution of each channel by itself). Positions before 0 are zeros.
-
-    parents: None means that each row follows the row before it. A row whose parent is -1 follows the sequence's last
-    committed row.
-    """
+def causal_conv(x: Tensor, weight: Tensor, memory: RecurrentState, slots: Tensor, view: AttentionView) -> Tensor:
+    """Positions before 0 are zeros."""
     out = torch.zeros_like(x)
     width, ring = weight.shape[1], memory.inputs.shape[1]
     starts, contexts, places = view.query_start.tolist(), view.context_len.tolist(), slots.tolist()
@@ -68,8 +49,7 @@ def causal_conv(
         before = memory.inputs[slot, behind % ring].where((behind >= 0).unsqueeze(1), 0)
         rows = torch.cat((before, x[begin:end]))  # row i of the step is rows[width - 1 + i]
         for i in range(count):
-            path = _ancestors(parents, begin, i, width - 1)
-            taken = rows[[width - 1 + j for j in reversed(path)] + [width - 1 + i]].float()  # the oldest first
+            taken = rows[i : i + width].float()
             total = torch.zeros_like(taken[0])
             for j in range(width):
                 total = total + weight[:, j] * taken[j]
@@ -80,19 +60,14 @@ def causal_conv(
 
 
 def delta_rule(
-    qkv: Tensor,  # [rows, channels]: queries and keys of all key heads, values of all value heads
-    decay_beta: Tensor,  # [rows, 2 * value_heads]: a, then b
-    memory: RecurrentState,  # changed in place
-    slots: Tensor,  # int32 [seqs]
+    qkv: Tensor,
+    decay_beta: Tensor,
+    memory: RecurrentState,
+    slots: Tensor,
     view: AttentionView,
     params: DeltaParams,
-    parents: Tensor | None = None,  # as in causal_conv
-) -> Tensor:  # [rows, value_heads * value_dim]
-    """Every row's o, in float32 until it is written. Value head h reads key head h // (value heads per key head).
-
-    parents: only for steps in which no sequence has more than most_rows rows.
-    """
-    assert parents is None or view.max_query <= memory.most_rows, "rows of a prompt follow each other"
+) -> Tensor:
+    """All in float32 until it is written. Value head h reads key head h // (value heads per key head)."""
     heads, ring = params.num_value_heads, memory.ring
     share = heads // params.num_key_heads
     out = qkv.new_zeros(qkv.shape[0], heads, params.value_dim)
@@ -120,18 +95,14 @@ def delta_rule(
         if fold == first:
             memory.state[slot] = state
         memory.base[slot] = fold
-        here, after = state.clone(), [state]  # after: the states that a branch may begin from
+        here = state.clone()
         for i in range(count):
             row = begin + i
-            if parents is not None:
-                here = after[int(parents[row]) + 1].clone()
             key, query = (part[row].repeat_interleave(share, 0) for part in (keys, queries))
             here *= decays[row].view(-1, 1, 1)
             update = betas[row].unsqueeze(1) * (values[row] - torch.einsum("hk,hkv->hv", key, here))
             here += key.unsqueeze(2) * update.unsqueeze(1)
             out[row] = torch.einsum("hk,hkv->hv", query, here).to(out.dtype)
-            if parents is not None:
-                after.append(here)
             if count <= memory.most_rows:
                 place = (first + i) % ring
                 memory.keys[slot, place], memory.updates[slot, place] = keys[row], update
@@ -142,7 +113,6 @@ def delta_rule(
 
 
 def gated_norm(o: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:  # [rows, heads * dim], gate alike
-    """rms_norm of each head, times silu(gate), both in float32; gain: [dim]."""
     heads = o.float().unflatten(-1, (-1, gain.shape[0]))
     normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * gain.float()
     return (normed.flatten(-2) * F.silu(gate.float())).to(o.dtype)
@@ -154,7 +124,7 @@ def _update(state: Tensor, decay: Tensor, key: Tensor, update: Tensor) -> None:
 
 
 def _gates(decay_beta: Tensor, params: DeltaParams) -> tuple[Tensor, Tensor]:  # both [rows, value_heads]
-    """Decays and betas. By exp: torch's own softplus and sigmoid give a row other bits in other batches."""
+    """Decays and betas, by exp: torch's softplus and sigmoid give a row other bits in other batches."""
     a, b = decay_beta.split(params.num_value_heads, dim=-1)
     x = a + params.bias
     softplus = torch.log1p(torch.exp(x.clamp(max=20))).where(x <= 20, x)
@@ -168,12 +138,3 @@ def _split(qkv: Tensor, params: DeltaParams) -> tuple[Tensor, Tensor, Tensor]:
     q, k = (part.unflatten(1, (params.num_key_heads, params.key_dim)) for part in (q, k))
     q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + params.eps) for part in (q, k))
     return q * params.key_dim**-0.5, k, v.unflatten(1, (params.num_value_heads, params.value_dim))
-
-
-def _ancestors(parents: Tensor | None, begin: int, row: int, most: int) -> list[int]:
-    """The rows before a row of a sequence, the nearest first; those before the step have negative numbers."""
-    path: list[int] = []
-    for _ in range(most):
-        row = row - 1 if parents is None or row < 0 else int(parents[begin + row])
-        path.append(row)
-    return path

@@ -1,12 +1,11 @@
-"""The bookkeeping of a step that the device takes by itself, in plain torch: what kernels/cuda/sampling/stepping.py
-computes.
+"""Decode steps that the device prepares by itself (engine/slots.py).
 
-A lane (engine/lanes.py) drafts, and its drafts are cut where they no longer pay (`cut_drafts`). The rows that are left
-lie side by side at the front of the step, lane by lane; those that were cut, and those of empty lanes, lie behind
-them. They are dead: they belong to no sequence and have slot -1, so no kernel writes, attends or routes for them.
+Each sequence drafts, and its drafts are cut where they no longer pay. The tokens that are left lie side by side at the
+front of the step. Behind them is padding: it belongs to no sequence and has slot -1, so no kernel writes, attends or
+routes for it.
 
-    columns    | lane 0: token d1 d2 d3 | lane 1: token d1 d2 d3 |     width 4; lane 0 keeps 1 draft, lane 1 keeps 2
-    rows       | token d1 | token d1 d2 | dead dead dead |             query_start 0, 2, 5
+    columns    | seq 0: token d1 d2 d3 | seq 1: token d1 d2 d3 |       width 4; seq 0 keeps 1 draft, seq 1 keeps 2
+    rows       | token d1 | token d1 d2 | padding |                    query_start 0, 2, 5
 """
 
 from __future__ import annotations
@@ -21,14 +20,9 @@ from sparkdraft.kernels.ops import MOST_SURE, WIDEST, CutTerms, PackedRows
 MOST_NANOSECONDS = 2**31 - 1
 
 
-def cut_drafts(
-    gaps: Tensor,  # float32 [seqs, depth]: how sure the drafter is of each draft
-    most: Tensor,  # int32 [seqs]: drafts of a lane that may be verified
-    temperature: Tensor,  # float32 [seqs]; 0: greedy text
-    terms: CutTerms,
-) -> Tensor:  # int32 [seqs]: drafts of a lane that are verified
-    """The first so many drafts whose survivals exceed the cost of their rows by most; of equal numbers the smallest.
-    speculation/cut.py does the same on the host, one block at a time."""
+def cut_drafts(gaps: Tensor, most: Tensor, temperature: Tensor, terms: CutTerms) -> Tensor:
+    """The number of drafts whose survivals exceed their cost by most; the smallest of equals. speculation/cut.py does
+    the same on the host."""
     depth = gaps.shape[1]
     slope, base, own = (part.squeeze(-1) for part in terms.fits.split((1, 1, terms.fits.shape[1] - 2), dim=1))
     drawn = (temperature > 0).long()
@@ -42,21 +36,11 @@ def cut_drafts(
 
 
 def make_rows(
-    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
-    tables: Tensor,  # int32 [seqs, max_blocks]
-    token: Tensor,  # int32 [seqs]: the last committed id
-    width: int,
-    block_size: int,
-    fill: int,
-    first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
-    """Ids, positions and slots of each lane's rows from its last id on, and the keys its last row sees: as many rows
-    of every lane, for a drafter.
-
-    What follows the id is 'fill'. An empty lane's rows, and rows past the last block of the tables, have slot -1; an
-    empty lane sees no keys. Where the tables leave out some of a lane's blocks, 'length' counts the ids in those that
-    are left, and 'first' says at which position the last of them is.
-    """
+    length: Tensor, tables: Tensor, token: Tensor, width: int, block_size: int, fill: int, first: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An empty sequence's rows, and rows past the last block of the tables, have slot -1; an empty sequence sees no
+    keys. Where the tables leave out blocks, 'length' counts the ids in those that are left, and 'first' is the position
+    of the last."""
     alive, count = length > 0, torch.arange(width, dtype=torch.int32, device=length.device)
     ids = torch.cat([token.unsqueeze(1), token.new_full((len(token), width - 1), fill)], 1)
     places, slots = _slots(length, tables, count, block_size)
@@ -65,23 +49,17 @@ def make_rows(
 
 
 def pack_rows(
-    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
-    tables: Tensor,  # int32 [seqs, max_blocks]
-    token: Tensor,  # int32 [seqs]: the last committed id
-    drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
-    kept: Tensor,  # int32 [seqs]: drafts of a lane that are verified, at most 'depth'
-    block_size: int,
-    stamp: Tensor,  # int64 [1], written: the time in nanoseconds
+    length: Tensor, tables: Tensor, token: Tensor, drafts: Tensor | None, kept: Tensor, block_size: int, stamp: Tensor
 ) -> PackedRows:
-    """The rows from each lane's last id on. A dead row has id 0 and stands at position 0."""
+    """Padding has id 0 and position 0."""
     stamp.fill_(time.perf_counter_ns())
     seqs, device = len(length), length.device
     width = 1 if drafts is None else 1 + drafts.shape[1]
-    count, lane = (torch.arange(n, dtype=torch.int32, device=device) for n in (width, seqs))
+    count, seq = (torch.arange(n, dtype=torch.int32, device=device) for n in (width, seqs))
     rows = (1 + kept.clamp(max=width - 1)).where(length > 0, 0).int()
     ends, live = rows.cumsum(0, dtype=torch.int32), count < rows.unsqueeze(1)
     starts = (ends - rows).unsqueeze(1)
-    behind = rows.sum() + lane.unsqueeze(1) * width - starts + count - rows.unsqueeze(1)
+    behind = rows.sum() + seq.unsqueeze(1) * width - starts + count - rows.unsqueeze(1)
     places = torch.where(live, starts + count, behind).int()
     ids = token.unsqueeze(1) if drafts is None else torch.cat([token.unsqueeze(1), drafts.int()], 1)
     positions, slots = _slots(length, tables, count, block_size)
@@ -91,30 +69,24 @@ def pack_rows(
 
     context = (length - 1 + rows).where(length > 0, 0)
     query_start = torch.cat([ends.new_zeros(1), ends])
-    lanes = lane.unsqueeze(1).expand(-1, width).contiguous()
-    of_rows = packed(ids.where(live, 0)), packed(positions.where(live, 0)), packed(slots.where(live, -1)), packed(lanes)
-    return PackedRows(*of_rows, context, query_start, places)
+    seq_of = seq.unsqueeze(1).expand(-1, width).contiguous()
+    of_live = packed(ids.where(live, 0)), packed(positions.where(live, 0)), packed(slots.where(live, -1))
+    return PackedRows(*of_live, packed(seq_of), context, query_start, places)
 
 
 def accept_drafts(
-    drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
-    samples: Tensor,  # integers [seqs * (depth + 1)]: the target's own in each row
-    kept: Tensor,  # int32 [seqs]: drafts of a lane that were verified, as `pack_rows` was told
-    length: Tensor,  # int32 [seqs], changed in place, as are the next two
+    drafts: Tensor | None,
+    samples: Tensor,
+    kept: Tensor,
+    length: Tensor,
     token: Tensor,
-    observed: Tensor,  # positions that the drafter has seen
+    observed: Tensor,
     rows: PackedRows,
-    stamp: Tensor,  # int64 [1], from `pack_rows`
-    accepted: Tensor | None = None,  # integers [seqs]: how many drafts stand, where that is not what the samples say
-) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 4], int32 [seqs * (depth + 1)]
-    """Accept each draft that, like all before it, was verified and equals the sample in its place, and move the lanes
-    on.
-
-    Gives for each lane what was sampled in its columns (nothing that means anything where a row is dead), how many
-    drafts stand, how many were verified, and the nanoseconds since the stamp; and by row, the slots of those that are
-    now committed, -1 for others. A lane's last id becomes the sample after its last draft that stands; an empty lane
-    stays empty. At depth 0 nothing is drafted, so 'observed' stays too.
-    """
+    stamp: Tensor,
+    accepted: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A sequence's last id becomes the sample after its last accepted draft; an empty one stays empty. At depth 0
+    nothing is drafted, and 'observed' stays."""
     seqs, width = rows.places.shape
     places = rows.places.flatten().long()
     samples = samples.int()[places].view(seqs, width)
@@ -135,7 +107,7 @@ def accept_drafts(
 
 
 def _slots(length: Tensor, tables: Tensor, count: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Places of a lane's columns, counted in its blocks, and their slots; -1 in an empty lane and past the blocks."""
+    """Positions of a sequence's columns, and their slots; -1 in an empty sequence and past the blocks."""
     places = (length.unsqueeze(1) - 1 + count).clamp(min=0)
     block = places // block_size
     numbers = tables.gather(1, block.clamp(max=tables.shape[1] - 1).long())

@@ -1,16 +1,14 @@
 """Writing to a TurboQuant layer and attending to it, in plain torch: the definition that kernels are tested against.
 
-Nothing is decoded. The query is rotated once instead of every key; a key's scale multiplies its finished dot product, a
-value's scale its probability; what has been summed in rotated space is rotated back once. Codes and uncoded rows are
-attended to apart and joined by their log-sum-exp.
+The query is rotated instead of every key; a key's scale multiplies its dot product, a value's scale its probability,
+and the sum is rotated back once. Coded and uncoded keys are attended to apart and joined by their log-sum-exp.
 
-    positions      0 .. first | ........ coded ........ | recent .. p        of a row at position p:
-                   uncoded                                uncoded            each row has its own border
+    positions      0 .. first | ........ coded ........ | recent .. p        of a token at position p:
+                   uncoded                                uncoded            each token has its own border
 
-A row's result depends on its own position and slot alone, to the bit: attention is computed for tiles of TILE
-positions, in the same shapes whichever of their rows are there, since a matrix product's last bits depend on its shape.
-The caller keeps a page for every block with keys that must be read uncoded, and rewrites rejected rows before they are
-read.
+A token's result depends on its own position and slot alone, to the bit: attention is computed for tiles of TILE
+positions, in the same shapes whichever of their tokens are there. The caller keeps a page for every block with keys
+that must be read uncoded.
 """
 
 from __future__ import annotations
@@ -25,16 +23,10 @@ from sparkdraft.kernels.ops import AttentionParams, AttentionView
 from sparkdraft.kernels.turboquant.store import CodedLayer, planes
 from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat
 
-TILE = 64  # positions from a multiple of it on
+TILE = 64  # positions, from a multiple of it on
 
 
-def tq_write(
-    layer: CodedLayer,  # changed in place
-    k: Tensor,  # [rows, kv_heads, dim], a strided view of qkv
-    v: Tensor,
-    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot, or one past the end, is not written
-    q: Tensor | None = None,  # [rows, heads, dim], rotated in place
-) -> None:
+def tq_write(layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, q: Tensor | None = None) -> None:
     if q is not None:
         q.copy_(layer.keys.rotation.forward(q))
     if not k.shape[1]:
@@ -56,12 +48,8 @@ def tq_write(
 
 
 def tq_attention(
-    layer: CodedLayer,
-    q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
-    view: AttentionView,
-    params: AttentionParams,
-    same_bits_up_to: int = 0,  # ignored: a row's bits never depend on the rows beside it
-) -> Tensor:  # [rows, heads * dim]
+    layer: CodedLayer, q: Tensor, view: AttentionView, params: AttentionParams, same_bits_up_to: int = 0
+) -> Tensor:
     assert params.causal, "only drafters look ahead, and they keep an exact cache"
     assert params.sinks is None or layer.centre is None, "a centre shifts all scores, and would have to shift sinks"
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -77,7 +65,7 @@ def tq_attention(
 
 
 def _attend_tile(layer: CodedLayer, q: Tensor, blocks: Tensor, low: int, params: AttentionParams) -> Tensor:
-    """Rows of one sequence and one tile, [rows, heads, dim], from position 'low' on -> the same shape."""
+    """Tokens of one sequence and one tile, [rows, heads, dim], from position 'low' on."""
     first, there = low // TILE * TILE, slice(low % TILE, low % TILE + len(q))
     turned_back = layer.keys.rotation.inverse(q)  # what follows is defined by queries as they were
     asked = turned_back.new_zeros(TILE, *q.shape[1:])
@@ -101,7 +89,7 @@ def _attend_tile(layer: CodedLayer, q: Tensor, blocks: Tensor, low: int, params:
 
 
 class Places(NamedTuple):
-    """The keys that rows of a tile see, those that are there and those that are not, and where they lie."""
+    """The keys that tokens of a tile see, and where they lie."""
 
     block: Tensor  # [keys]
     offset: Tensor
@@ -129,7 +117,7 @@ def _attend_codes(layer: CodedLayer, q: Tensor, places: Places, scale: float) ->
 
 
 def _attend_pages(layer: CodedLayer, q: Tensor, places: Places, scale: float) -> Part:
-    """Pages are rotated as codes are: so the query is too, and what comes of it is rotated back."""
+    """Pages are rotated as codes are, so the query is too, and the result is rotated back."""
     assert layer.pages is not None and layer.page_of is not None, "keys to be read uncoded, and no pages"
     block, offset, seen, used = places
     page = layer.page_of[block].long()
@@ -155,10 +143,7 @@ class Part:
 
 
 def is_uncoded(position: Tensor, key: Tensor, first: int, recent: int) -> Tensor:
-    """Whether a row reads a key uncoded: one of the first positions, or of the most recent, itself included.
-
-    position [rows, 1] and key [keys] -> bool [rows, keys]. Says nothing of what a row may see at all.
-    """
+    """Whether a token reads a key uncoded, if it sees it: position [rows, 1] and key [keys] -> bool [rows, keys]."""
     return (key < first) | (position - key < recent)
 
 
@@ -188,7 +173,7 @@ def attend_uncoded(
 
 
 def merge(parts: list[Part]) -> Part:
-    """Attention over all the keys of all the parts."""
+    """Attention over the keys of all parts."""
     lse = torch.stack([p.lse for p in parts])
     total = lse.logsumexp(0)  # -inf where a row sees nothing in any of them
     share = (lse - total.where(total > -torch.inf, 0)).exp()
@@ -198,21 +183,21 @@ def merge(parts: list[Part]) -> Part:
 
 
 def code_scores(q: Tensor, keys: Encoded, fmt: VectorFormat) -> Tensor:  # -> [..., rows, keys]
-    """q . k for every key, up to the constant that a centre leaves out. Scales come after the dot products."""
+    """q . k for every key, up to the constant that a centre leaves out."""
     turned = fmt.rotation.forward(q).unflatten(-1, (fmt.num_blocks, fmt.width))
     dots = torch.einsum("...rbw,...kbw->...rkb", turned, fmt.unit(keys, turned.dtype))
     return (dots * keys.scale.to(dots.dtype).unsqueeze(-3)).sum(-1)
 
 
 def code_values(weights: Tensor, values: Encoded, fmt: VectorFormat) -> Tensor:  # [..., rows, keys] -> [..., rows, dim]
-    """The weighted sum of values. Scales go into the weights, and the sum is rotated back."""
+    """The weighted sum of values, rotated back."""
     scaled = weights.unsqueeze(-1) * values.scale.to(weights.dtype).unsqueeze(-3)  # [..., rows, keys, blocks]
     mixed = torch.einsum("...rkb,...kbw->...rbw", scaled, fmt.unit(values, weights.dtype))
     return fmt.rotation.inverse(mixed.flatten(-2))
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of the seen keys, and their log-sum-exp; a row that sees nothing weighs nothing."""
+    """Weights of the seen keys, and their log-sum-exp."""
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
     return (scores - lse.where(lse > -torch.inf, 0).unsqueeze(-1)).exp(), lse

@@ -1,12 +1,10 @@
-"""TurboQuant: keys and values as few bits per coordinate, after a rotation that makes every coordinate look alike.
+"""TurboQuant: keys and values as few bits per coordinate, after a rotation that makes all coordinates alike.
 
     layout.py      planes, blocks and bytes, as integers
-    codebook.py    the levels a coordinate may take, optimal for the density it has on the sphere
-    rotation.py    the rotation: signs, then Hadamard
-    vectors.py     a vector as codes and one scale, and back; codes as planes of bytes
-    store.py       a layer's codes in blocks, and uncoded rows in pages beside them
+    codebook.py    the levels of a coordinate, optimal for its density on the sphere
+    vectors.py     a vector as codes and one scale, and back
+    store.py       a layer's codes in blocks, and uncoded tokens in pages
 
-kernels/reference/turboquant.py defines writing and attention. All of it is token-local: what is stored of a vector
-depends on that vector alone (and on a centre that never changes).
-Where codes lie in memory, and who reads which of them, is left to the KV format.
+kernels/reference/turboquant.py defines writing and attention. What is stored of a vector depends on that vector alone
+and on a centre that never changes.
 """

@@ -1,8 +1,7 @@
 """Lloyd-Max codebooks: the levels that a coordinate of a random unit vector is rounded to, at 2 to 5 bits.
 
-The coordinate of a rotated unit vector, times sqrt(dim), has the density (1 - x^2 / dim)^((dim - 3) / 2): known
-exactly, so levels need no data and suit every model. The best levels are each the mean of their cell, with cells that
-meet halfway; Newton's method solves that in float64. Rotating, scaling and packing are left to the files beside it.
+The coordinate of a rotated unit vector, times sqrt(dim), has the density (1 - x^2 / dim)^((dim - 3) / 2), so levels
+need no data. Each of the best levels is the mean of its cell, and cells meet halfway; Newton's method solves that.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 
 from sparkdraft.kernels.turboquant.layout import check_bits
 
-TAIL = 12.0  # in standard deviations: what lies beyond is below the last digit of a float64
-NODES = 96  # of the quadrature in each cell; the widest cell, the last, is then exact to the last digits
+TAIL = 12.0  # in standard deviations: beyond it the density is below a float64's last digit
+NODES = 96  # of the quadrature in each cell
 STEPS = 50  # Newton takes about six
 
 Array = NDArray[np.float64]
@@ -32,14 +31,13 @@ class Codebook:
     distortion: float  # E|u - u'|^2 of a unit vector u and its nearest levels u'
 
     @property
-    def thresholds(self) -> tuple[float, ...]:
-        """Where one level's cell ends and the next begins: 2**bits - 1 of them."""
+    def thresholds(self) -> tuple[float, ...]:  # 2**bits - 1 borders of cells
         return tuple((a + b) / 2 for a, b in zip(self.levels, self.levels[1:], strict=False))
 
 
 @lru_cache
 def codebook(dim: int, bits: int) -> Codebook:
-    """The levels for vectors of this dimension. They are symmetric, so only the positive half is solved for."""
+    """Levels are symmetric, so only the positive half is solved for."""
     check_bits(bits)
     assert dim >= 4, f"a coordinate in {dim} dimensions has no density that falls off"
     half = _start(dim, bits)
@@ -56,7 +54,7 @@ def codebook(dim: int, bits: int) -> Codebook:
 
 
 def _start(dim: int, bits: int) -> Array:
-    """Levels for many bits and a normal density lie as the quantiles of a normal of sqrt(3) times its width."""
+    """A first guess: quantiles of a normal of sqrt(3) times the width, which is right for many bits."""
     count = 2**bits
     wide = NormalDist(0, math.sqrt(3))
     quantiles = [wide.inv_cdf((i + 0.5) / count) for i in range(count // 2, count)]
@@ -67,7 +65,7 @@ def _start(dim: int, bits: int) -> Array:
 
 
 def _newton_step(half: Array, dim: int) -> Array:
-    """For levels c and the means g of their cells: J^-1 (c - g), where J is the derivative of c - g by c."""
+    """J^-1 (c - g) for levels c and the means g of their cells, where J is the derivative of c - g by c."""
     means, mass = _means(half, dim)
     edges = _edges(half, dim)
     density = _density(edges, dim)
@@ -92,7 +90,7 @@ def _edges(half: Array, dim: int) -> Array:
 
 
 def _cells(edges: Array, dim: int) -> tuple[Array, Array]:
-    """Points in each cell, and the density there times the length each stands for: [cells, NODES]."""
+    """Points in each cell, and their weight in an integral over the density: [cells, NODES]."""
     nodes, weights = _quadrature()
     length = np.diff(edges)[:, None] / 2
     x = (edges[1:] + edges[:-1])[:, None] / 2 + length * nodes
@@ -100,7 +98,7 @@ def _cells(edges: Array, dim: int) -> tuple[Array, Array]:
 
 
 def _density(x: Array, dim: int) -> Array:
-    """Of a coordinate times sqrt(dim), up to a constant that no level depends on."""
+    """The density of a coordinate times sqrt(dim), up to a constant."""
     with np.errstate(divide="ignore"):
         return np.exp((dim - 3) / 2 * np.log1p(-np.minimum(x * x / dim, 1.0)))
 

@@ -1,8 +1,7 @@
-"""What a format of so many bits takes: which planes, in which blocks, how many bytes. Integers only, no torch.
+"""The size of a TurboQuant format: planes, blocks and bytes. Integers only, no torch.
 
-A plane holds whole powers of two of bits, so that no code straddles a byte; a block is what one rotation and one scale
-span. The memory plan counts with these numbers before anything is allocated; codes.py and rotation.py act on them.
-Which shapes the kernels of a device can run is stated here too, for the plan that refuses and the kernels that run.
+A plane holds a power of two of bits, so that no code straddles a byte; a block is what one rotation and one scale span.
+The shapes that a device's kernels can run are here too, for the plan.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def check_bits(bits: int, what: str = "bits") -> None:
 
 
 def block_width(dim: int) -> int:
-    """The width that vectors of this dimension are rotated in: the largest power of two that divides it."""
+    """The largest power of two that divides the dimension: the width of a rotation."""
     width = min(dim & -dim, LARGEST)
     if width < SMALLEST:
         raise UserError(
@@ -52,10 +51,10 @@ def plane_bytes(dim: int, bits: int) -> tuple[int, ...]:
 
 
 def vector_bytes(dim: int, bits: int) -> int:
-    """Of one vector, its scales included."""
+    """Bytes of one vector with its scales."""
     return sum(plane_bytes(dim, bits)) + SCALE_BYTES * (dim // block_width(dim))
 
 
 def token_bytes(dim: int, key_bits: int, value_bits: int) -> int:
-    """Of one token in one layer and one head: a key and a value."""
+    """Bytes of a key and a value in one layer and one head."""
     return vector_bytes(dim, key_bits) + vector_bytes(dim, value_bits)

@@ -1,4 +1,4 @@
-"""One layer's keys and values as codes in blocks, and uncoded rows in pages beside them: what kernels are handed.
+"""One layer's keys and values as codes in blocks, with uncoded tokens in pages beside them.
 
     record of a (block, K/V head), T positions of dimension d, plane after plane, each read as one tile
       [K low plane T rows][K high plane, of 3 and 5 bits][V low][V high][K scales T x float16][V scales T x float16]
@@ -6,10 +6,8 @@
                    one query, one softmax and one rotation back serve both parts
     page_of        int32 [blocks]: the page that a block has, or -1
 
-A row at position p reads a key uncoded if it is one of the 'first' positions or nearer than 'recent' (p - j < recent),
-else by its code. The caller makes sure that the block of such a key has a page (cache/formats). Where 'recent' and
-'first' are 0 there are no pages. What a row reads depends on its own position alone, so drafts, chunks and the rows
-beside it change nothing.
+A token at position p reads key j uncoded if j < first or p - j < recent, else by its code. The caller makes sure that
+the block of such a key has a page (cache/formats).
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ class CodedLayer:
         first: int = 0,
         recent: int = 0,
     ) -> CodedLayer:
-        """All of it zeros, on the device of the formats' tables. Without page_of there are no pages."""
+        """All zeros, on the device of the formats' tables. Without page_of there are no pages."""
         assert page_of is not None or not (first or recent), "uncoded rows need pages, and a map to find them by"
         layout = RecordLayout(block_size, keys.dim, keys.bits, values.bits)
         device = keys.levels.device
@@ -88,13 +86,13 @@ class CodedLayer:
 
 
 def planes(layer: CodedLayer) -> tuple[Encoded, Encoded]:
-    """Its keys and its values, of [blocks, kv_heads, block_size, dim]: views of the records, to be read and written."""
+    """Keys and values [blocks, kv_heads, block_size, dim]: views of the records."""
     layout = layer.layout
     views = [
         layer.records[..., start : start + layout.block_size * width].unflatten(-1, (layout.block_size, width))
         for start, width in zip(layout.offsets, layout.planes, strict=True)
     ]
-    # Every dim is a multiple of 16, so that planes are of whole pairs of bytes and no scale lies at an odd one.
+    # Every dim is a multiple of 16, so no scale lies at an odd byte.
     *codes, key_scale, value_scale = views
     split = len(plane_bytes(layout.dim, layout.key_bits))
     return (
@@ -104,7 +102,7 @@ def planes(layer: CodedLayer) -> tuple[Encoded, Encoded]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU from the system's zero pages, which take memory when they are first written to: most never are."""
+    """On a CPU from the system's zero pages, which take memory only when they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)

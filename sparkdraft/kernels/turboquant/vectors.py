@@ -3,21 +3,22 @@
     x - centre  ->  rotate  ->  blocks of unit length  ->  codes [..., dim], scale [..., blocks]
     scale * levels[codes]  ->  rotate back  ->  + centre
 
-Rounding shortens a vector. The scale makes up for that at no cost to the reader: the decoded vector's inner product
-with the original is the original's with itself, so attention scores do not shrink on average. Subtracting a fixed
-centre first spends the bits on what differs between vectors; a softmax does not change when all keys lose the same
-vector.
+The rotation flips signs at random and applies Hadamard's transform, which spreads a vector evenly over its coordinates.
+It is orthogonal, so attention may rotate its query instead of the keys. A width that is no power of two is rotated in
+equal blocks, each with its own scale: 80 is 5 blocks of 16, 96 is 3 of 32, 576 is 9 of 64.
+
+The scale is chosen so that the decoded vector's inner product with the original is the original's with itself: rounding
+does not shrink attention scores on average. A fixed centre is subtracted from keys first, so that the bits describe
+what differs between vectors; a softmax does not see it.
 
 Codes of 2 to 5 bits are kept as planes of bytes: 3 bits are a plane of 2 and one of 1, 5 bits one of 4 and one of 1. No
-code straddles a byte, so unpacking is a shift and a mask. The codes of a byte lie a whole stretch apart: a kernel
-unpacks one load of bytes into contiguous stretches of a vector, and multiplies each by the same stretch of the query.
+code straddles a byte. The codes of a byte lie a stretch apart, so a kernel unpacks bytes into contiguous stretches.
 
     4 bits, dim d     byte j:  low nibble code j, high nibble code j + d/2
     2 bits            byte j:  codes j, j + d/4, j + 2d/4, j + 3d/4, from the lowest bits up
     1 bit             byte j:  codes j, j + d/8, ..., j + 7d/8
 
-A code is kept as its sign, the highest bit, and its distance from the middle: levels are symmetric, so a kernel looks
-up half of them and adds the sign.
+A code is kept as its sign, the highest bit, and its distance from the middle, because levels are symmetric.
 """
 
 from __future__ import annotations
@@ -28,8 +29,50 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.turboquant.codebook import codebook
-from sparkdraft.kernels.turboquant.layout import PLANES, check_bits
-from sparkdraft.kernels.turboquant.rotation import Rotation
+from sparkdraft.kernels.turboquant.layout import PLANES, block_width, check_bits
+
+SEED = 5  # among small numbers, the one whose signs spread a constant vector best
+
+
+class Rotation:
+    """x -> H D x / sqrt(width) in each block of the last axis, in float32 or better: D flips signs, H is Hadamard's."""
+
+    def __init__(self, dim: int, device: torch.device | None = None) -> None:
+        self.width = block_width(dim)
+        self.signs = torch.tensor([1.0 - 2.0 * _bit(SEED, i) for i in range(dim)], dtype=torch.float64)
+        # Scale and signs in one table; on the device from the start, since a capture may send nothing.
+        table = self.signs * self.width**-0.5
+        self._tables = {t: table.to(device=device, dtype=t) for t in (torch.float32, torch.float64)}
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., dim] -> [..., dim]
+        x = _wide(x)
+        return self._hadamard(x * self._tables[x.dtype])
+
+    def inverse(self, y: Tensor) -> Tensor:  # [..., dim] -> [..., dim]
+        y = _wide(y)
+        return self._hadamard(y) * self._tables[y.dtype]
+
+    def _hadamard(self, x: Tensor) -> Tensor:
+        """Sums and differences of pairs ever further apart: width * log2(width) additions."""
+        shape, step = x.shape, 1
+        while step < self.width:
+            low, high = x.reshape(-1, 2, step).unbind(1)
+            x = torch.stack((low + high, low - high), dim=1)
+            step *= 2
+        return x.reshape(shape)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _bit(seed: int, index: int) -> int:
+    """A random bit by splitmix64, spelt out because it is part of the format."""
+    mask = 2**64 - 1
+    x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return (x ^ (x >> 31)) >> 63
 
 
 def pack(codes: Tensor, bits: int) -> tuple[Tensor, ...]:  # integers [..., dim] -> uint8 [..., bytes] a plane
@@ -53,7 +96,7 @@ def unpack(planes: tuple[Tensor, ...], bits: int) -> Tensor:  # -> uint8 [..., d
 
 
 def from_middle(codes: Tensor, bits: int) -> Tensor:
-    """Codes that number the levels from the lowest up, to such as are kept, and back again."""
+    """Codes that number the levels from the lowest up, as they are kept, or the reverse."""
     half = 2 ** (bits - 1)
     return codes.where(codes >= half, half - 1 - codes)
 
@@ -77,12 +120,12 @@ LARGEST_SCALE = torch.finfo(torch.float16).max
 class Encoded:
     """Vectors of shape [..., dim], encoded."""
 
-    planes: tuple[Tensor, ...]  # uint8 [..., bytes] each, as codes.py packs them
+    planes: tuple[Tensor, ...]  # uint8 [..., bytes] each, as `pack` makes them
     scale: Tensor  # float16 [..., blocks]
 
 
 class VectorFormat:
-    """How vectors of one width are kept. Knows no memory of its own, only the tables, on one device."""
+    """How vectors of one width are encoded: tables only, on one device."""
 
     def __init__(self, dim: int, bits: int, device: torch.device | None = None) -> None:
         check_bits(bits)
@@ -98,13 +141,12 @@ class VectorFormat:
         return self.dim // self.width
 
     def encode(self, x: Tensor, centre: Tensor | None = None) -> Encoded:
-        """x: [..., dim]; centre: whatever broadcasts to it, such as [kv_heads, dim] for keys [rows, kv_heads, dim]."""
+        """x: [..., dim]; centre: broadcast to it."""
         return self.encode_rotated(self.rotate(x, centre))
 
     def rotate(self, x: Tensor, centre: Tensor | None = None) -> Tensor:  # [..., dim] -> [..., dim]
-        """What is rounded to codes, in float32 or better: uncoded rows beside codes are kept like this too."""
-        wide = x if x.dtype == torch.float64 else x.float()
-        return self.rotation.forward(wide if centre is None else wide - centre)
+        """The vector before it is rounded, in float32 or better; uncoded tokens are kept in this form."""
+        return self.rotation.forward(x if centre is None else _wide(x) - centre)
 
     def encode_rotated(self, rotated: Tensor) -> Encoded:
         y = self._blocks(rotated)

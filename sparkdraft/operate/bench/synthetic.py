@@ -25,12 +25,14 @@ from torch import Tensor
 from sparkdraft.core import Request, UserError, Work
 from sparkdraft.drafters.base import Anchors, Pick
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.lanes import Lanes
+from sparkdraft.engine.proposer import Drafts
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
+from sparkdraft.engine.slots import Slots
 from sparkdraft.kernels.ops import MOST_SURE, WIDEST
 
 Table = NDArray[np.int32]
 Propose = Callable[[Anchors, int, Pick], Tensor]
+Drafted = Callable[[list[Work]], list[Drafts]]
 ROW_STRIDE, STREAM_STRIDE = 7919, 104729  # between ids: primes
 TABLE_ROWS = 4096  # most steps of one pass, where the device reads the table
 HALVINGS = 60  # of [0, 1]: beyond float64's resolution
@@ -138,8 +140,9 @@ class SyntheticSampler(Sampler):
         new = engine.sampler = SyntheticSampler(old.vocab_size, old.eos_ids, old.device, old.ops, engine.plan.max_seqs)
         new.stop()
         if engine.drafting.proposer:
-            engine.drafting.proposer.given_gaps = lambda works: new.gaps(works, engine.scheduler.running)
-            drafter = engine.drafting.proposer.drafter
+            proposer = engine.drafting.proposer
+            proposer.propose = new.with_gaps(engine, proposer.propose)  # type: ignore[assignment, method-assign]
+            drafter = proposer.drafter
             drafter.propose = spread(drafter.propose, old.vocab_size)  # type: ignore[assignment, method-assign]
         return new
 
@@ -150,6 +153,17 @@ class SyntheticSampler(Sampler):
 
     def stop(self) -> None:
         self._outcomes, self.num_applied = None, 0
+
+    def with_gaps(self, engine: Engine, propose: Drafted) -> Drafted:
+        """Wrap 'propose' so that drafts whose gaps are known have the imposed ones."""
+
+        def proposed(works: list[Work]) -> list[Drafts]:
+            drafts, gaps = propose(works), self.gaps(works, engine.scheduler.running)
+            if gaps is None:
+                return drafts
+            return [each._replace(gaps=given) if each.gaps else each for each, given in zip(drafts, gaps, strict=True)]
+
+        return proposed
 
     def gaps(self, works: list[Work], running: list[Request]) -> list[list[float]] | None:
         """The imposed confidence in the drafts that come next; None: the drafter's own."""
@@ -168,15 +182,15 @@ class SyntheticSampler(Sampler):
         return Sampled(cast(Tensor, Overruled(sampled.ids, given, self.vocab_size)), sampled.logprobs)
 
 
-class SyntheticLanes:
+class SyntheticSlots:
     """The same for overlapped steps: the device reads the outcomes, step by step."""
 
-    def __init__(self, lanes: Lanes, acceptance: Acceptance) -> None:
-        device, lane = lanes.device, (TABLE_ROWS, lanes.plan.max_seqs)
-        self._lanes, self._step = lanes, torch.zeros(1, dtype=torch.int64, device=device)
-        self._table = torch.zeros(lane, dtype=torch.int32, device=device)
-        self._gaps = torch.zeros((*lane, acceptance.depth), device=device)
-        lanes.given = self
+    def __init__(self, slots: Slots, acceptance: Acceptance) -> None:
+        device, table = slots.device, (TABLE_ROWS, slots.plan.max_seqs)
+        self._slots, self._step = slots, torch.zeros(1, dtype=torch.int64, device=device)
+        self._table = torch.zeros(table, dtype=torch.int32, device=device)
+        self._gaps = torch.zeros((*table, acceptance.depth), device=device)
+        slots.given = self
 
     @property
     def num_applied(self) -> int:
@@ -210,9 +224,9 @@ class Synthetic:
     """Imposes outcomes on all steps of an engine, whoever takes them."""
 
     def __init__(self, engine: Engine, acceptance: Acceptance) -> None:
-        self._parts: list[SyntheticSampler | SyntheticLanes] = [SyntheticSampler.install(engine)]
+        self._parts: list[SyntheticSampler | SyntheticSlots] = [SyntheticSampler.install(engine)]
         if engine.overlap:
-            self._parts.append(SyntheticLanes(engine.overlap.lanes, acceptance))
+            self._parts.append(SyntheticSlots(engine.overlap.slots, acceptance))
 
     @property
     def num_applied(self) -> int:

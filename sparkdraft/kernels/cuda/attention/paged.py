@@ -1,23 +1,20 @@
-"""Attention of ragged query rows over the paged cache: prompt chunks, decode rows and drafted blocks.
+"""Attention of ragged query rows over the paged cache: prompt chunks, decode tokens and drafted blocks.
 
-A program takes a tile of (query rows x grouped heads) of one sequence and one K/V head, so that all rows of a
-tile share each read of K and V; where tiles are too few to fill the GPU the keys are split over further
-programs. The parts are joined by their log-sum-exp: by the last of a tile's programs to end (ending.py) where a tile
-has few rows, else by a second small kernel, whose many programs read more at once. Choosing dtypes, blocks and
-lengths is left to the caller: lengths are only read on the device, and the host integers of the view shape the
-launch.
+A program takes a tile of (query rows x grouped heads) of one sequence and one K/V head, so that all rows of a tile
+share each read of K and V. Where tiles are too few to fill the GPU, keys are split over further programs. Their parts
+are joined by log-sum-exp: by the last of a tile's programs to end (ending.py) where a tile has few rows, else by a
+second kernel.
 
     rows of the batch      | seq 0: n0 rows | seq 1: n1 rows | ... | padding |
     a tile (group of 4)    | q0h0 q0h1 q0h2 q0h3 q1h0 ... |   rows of one sequence x its grouped heads
     keys of that tile      [low ........ full tiles ........ | masked by the diagonal ) high
     split over S programs  | unit 0 | unit 1 | ... | unit S | ...   unit u to program u % S; without keys, lse = -inf
 
-A row's bits depend on its own q and keys, BLOCK_N, the unit and S, never on the rows that share its tile or on the
-tile's height. Units are counted from a sequence's first key, so a row meets the same keys in the same order whatever
-the others see, and keys that it does not see add exact zeros. Nothing is summed across lanes but by `dot`, in the order
-of the keys whatever the layout: on Hopper mma.sync and wgmma both add 16 products at once and round alike, as the
-project MMA-Sim has measured. Parts are added one after the other (`_mix`), whoever joins them. With `same_bits_up_to`
-BLOCK_N, unit and S are those of a larger block, and a drafted block and a single row agree to the bit.
+A row's bits depend on its own q and keys, BLOCK_N, the unit and S, never on the rows in its tile or the tile's height.
+Units are counted from a sequence's first key, and keys that a row does not see add exact zeros. Sums are made by `dot`,
+in the order of the keys: on Hopper mma.sync and wgmma round alike, as the project MMA-Sim has measured. Parts are added
+one after the other (`_mix`). With `same_bits_up_to`, BLOCK_N, unit and S are those of a larger block, so a drafted
+block and a single row agree to the bit.
 """
 
 from __future__ import annotations
@@ -53,8 +50,8 @@ SUM_LANES = tl.constexpr(8)  # columns of a dot that adds up weights: the fewest
 def _find_sequence(query_start, tile, seqs, QUERIES: tl.constexpr):
     """The last sequence whose first tile is not after 'tile', where seq s begins at start // QUERIES + s.
 
-    That numbering leaves every sequence at least ceil(n / QUERIES) tiles, whatever the lengths, so the host
-    can size the grid by rows // QUERIES + seqs without knowing them; surplus tiles find no rows and exit.
+    So every sequence has at least ceil(n / QUERIES) tiles, and rows // QUERIES + seqs are enough for the grid; surplus
+    tiles find no rows and exit.
     """
     left = 0
     right = seqs
@@ -71,7 +68,7 @@ def _find_sequence(query_start, tile, seqs, QUERIES: tl.constexpr):
 def _key_range(context, top, bottom, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """The keys that any row of top .. bottom sees, [low, high), and those all see, [full_low, full_high).
 
-    All but 'high' lie on the grid of BLOCK_N, so a row meets the same key tiles whatever rows share its tile.
+    All but 'high' are multiples of BLOCK_N, so a row meets the same key tiles whatever rows share its tile.
     """
     low, full_low = 0, 0
     high = context
@@ -128,8 +125,7 @@ def _scan(
     dim = tl.arange(0, DIM)[None, :]
     WHOLE: tl.constexpr = (not MASKED) and (DIM == HEAD_DIM)
     ones = tl.full([BLOCK_N, SUM_LANES], 1.0, q.dtype)
-    # Block numbers are fetched one tile ahead by hand: loads that wait on loads would keep the compiler from
-    # having more than one tile of K and V in flight.
+    # Block numbers are fetched one tile ahead: loads that wait on loads would keep K and V from being in flight.
     key = _first_key(begin, split, splits, BLOCK_N, RUN, SPLIT) + tl.arange(0, BLOCK_N)
     block = tl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
     for n in tl.range(begin, end):
@@ -243,13 +239,11 @@ def _mix(
 ):  # fmt: skip
     """[LINES, DIM]: the means of lines' parts weighted by 2 ** lse, added up one after the other.
 
-    place: of a line's first part. end: past the last part that exists. WRITTEN: those of the 'used' splits from 'first'
-    on, in a ring, were written and no others; else all lse were, and where it is -inf, the part was not. A head's sink
-    is one more part, of zeros. STEP parts are on their way at once, MORE: there may be more; the first do not wait for
-    the peak. They are read past the L1, because other programs have written them.
-
-    What goes around a loop is as wide as a part: a number per line would be in another layout, and each change of it
-    waits for all warps.
+    place: a line's first part. end: past the last part that exists. WRITTEN: only those of the 'used' splits from
+    'first' on, in a ring, were written; else all lse were, and where it is -inf, the part was not. A head's sink is one
+    more part, of zeros. STEP parts are on their way at once, MORE: there may be more. Parts are read past the L1,
+    because other programs have written them. Loop variables are as wide as a part: a change of layout would wait for
+    all warps.
     """
     powers, held = (), ()  # tuples grow by sums: the compiler takes nothing else for it
     for number in tl.static_range(STEP):
@@ -294,7 +288,7 @@ def _join_tile(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr,
     MORE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What `_join` does, for the lanes of this program's tile. Units of keys first .. first + units have been seen."""
+    """`_join` for the lanes of this program's tile. Units of keys first .. first + units have been seen."""
     splits, heads = tl.num_programs(2), tl.num_programs(1) * GROUP
     end, used = tl.minimum(first + units, splits), tl.minimum(units, splits)
     dim = tl.arange(0, DIM)[None, :]
@@ -435,16 +429,12 @@ class Launch:
 
 
 def _padded(head_dim: int) -> int:
-    """Columns of a tile; the tables begin at 64, and the smaller heads of toy models are masked within it."""
+    """Columns of a tile; the tables begin at 64, and smaller heads are masked within it."""
     return max(triton.next_power_of_2(head_dim), 64)
 
 
 def _choose_tile(lanes: int, dim: int, itemsize: int, gpu: Gpu) -> tuple[Tile, bool]:
-    """The smallest decode tile that holds all lanes of a sequence, or else the chunk tile and True.
-
-    The tables are data (tuned/): (padded head_dim) -> tile. tests/kernels/test_cuda.py compiles every entry and reads
-    its shared memory and registers.
-    """
+    """The smallest decode tile that holds all lanes of a sequence, or else the chunk tile and True."""
     decode, chunk = (tuned.find(gpu, key) for key in tile_keys(dim, itemsize))
     assert chunk, f"no tile for head_dim {dim} of {itemsize} bytes"
     few = next((Tile(*tile) for tile in decode or () if tile[0] >= lanes), None)
@@ -465,20 +455,12 @@ def _choose_splits(programs: int, slots: int, most: int, near: float = 0.9) -> i
 
 @lru_cache(maxsize=4096)
 def _launch(
-    rows: int,
-    seqs: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    max_query: int,
-    same_bits_up_to: int,
-    keys: int,
-    gpu: Gpu,
-) -> Launch:
-    """How to cut the work, from host integers alone: tile shape, number of tiles and number of splits.
+    rows: int, seqs: int, heads: int, kv_heads: int, head_dim: int, itemsize: int,
+    max_query: int, same_bits_up_to: int, keys: int, gpu: Gpu,
+) -> Launch:  # fmt: skip
+    """How to cut the work, from host integers alone.
 
-    All launches with max_query <= same_bits_up_to get the same block_n, unit and splits, whatever their rows; those of
+    Launches with max_query <= same_bits_up_to get the same block_n, unit and splits, whatever their rows; those of
     another number of sequences may get others.
     """
     group, dim, alike = heads // kv_heads, _padded(head_dim), max_query <= same_bits_up_to
@@ -496,7 +478,7 @@ def _launch(
 def _choose_cuts(
     tile: Tile, programs: int, elements: int, keys: int, search: bool, alike: bool, gpu: Gpu
 ) -> tuple[int, int]:
-    """Unit and splits of a launch of so many programs before they are split, whose result has so many elements."""
+    """Unit and splits of a launch of so many programs, whose result has so many elements."""
     slots = gpu.sms if tile.warps == 8 else 2 * gpu.sms  # programs that run at once
     most = SCRATCH_BYTES // (elements * 4)
     if programs >= 0.8 * slots:  # full: only a context far longer than the others is still worth a cut
@@ -507,13 +489,8 @@ def _choose_cuts(
 
 
 def paged_attention(
-    q: Tensor,  # [rows, heads, head_dim], a strided view of qkv
-    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
-    v_cache: Tensor,
-    view: AttentionView,
-    params: AttentionParams,
-    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence give a row the same bits
-) -> Tensor:  # [rows, heads * head_dim]; rows past query_start[-1] are left unwritten
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, view: AttentionView, params: AttentionParams, same_bits_up_to: int = 0
+) -> Tensor:
     assert q.stride(2) == k_cache.stride(3) == 1, (q.stride(), k_cache.stride())
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
     rows, heads, head_dim = q.shape
@@ -560,7 +537,7 @@ def paged_attention(
 
 
 def _join_sizes(lanes: int, splits: int, dim: int, warps: int) -> dict[str, int]:
-    """Constants of `_mix` for so many lines at a time, or a few of them: 4 parts of each at least are on their way."""
+    """Constants of `_mix` for up to so many lines at a time: 4 parts of each at least are on their way."""
     numbers, most = warps * JOIN_NUMBERS, triton.next_power_of_2(splits)
     lines = min(triton.next_power_of_2(max(lanes, 1)), max(numbers // 4 // dim, 1))
     step = min(most, numbers // (lines * dim))

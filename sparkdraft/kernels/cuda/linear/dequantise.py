@@ -1,8 +1,8 @@
 """How words of codes become numbers: a plane of weights/plane_layout.py, and a group's scale or offset.
 
-LEVELS says what a code means (weights/quant/stored.py) and where its bits lie in a word (weights/planes.py). Where x is
-bfloat16 (PACKED) two weights of a register are decoded at once, by a few PTX instructions; elsewhere, and in Triton's
-interpreter, the same bits are taken apart in Triton itself. Every level is exact in bfloat16:
+LEVELS says what a code means (weights/quant/stored.py). Where x is bfloat16 (PACKED), two weights of a register are
+decoded at once by a few PTX instructions; elsewhere, and in Triton's interpreter, Triton does it. Every level is exact
+in bfloat16:
 
     int4, int8    an integer as the mantissa of 128 + integer, less 128 (and less what makes it signed)
     e2m1, e4m3    the bits of a small float as the lowest bits of bfloat16's exponent and the highest of its mantissa,
@@ -77,7 +77,7 @@ def _e4m3_ptx(number: int) -> str:
 
 
 def _iq4_nl(number: int) -> str:
-    """The table in four registers: three bits of a code choose among eight bytes, and the fourth between two halves."""
+    """Three bits of a code choose among eight bytes of the table, and the fourth between its halves."""
     values = _LEVELS["iq4_nl"].values
     assert values is not None
     table = bytes(int(value) & 255 for value in values)

@@ -1,26 +1,23 @@
-"""The weight matmuls of small batches, 1 to 16 rows, fused with what stands around them: norm, gate, residual, argmax.
+"""The weight matmuls of small batches, 1 to 16 tokens, fused with what stands around them: norm, gate, residual,
+argmax.
 
-They are bound by reading the weight once, so a program takes a strip of the weight's rows, keeps several tiles of it
-in flight and does everything else at its end. A row's result is the same to the bit whatever rows lie beside it, as
-drafted text must equal plain text. How a weight is stored is known to sweep.py alone, which tile runs to tuned/.
+They are bound by reading the weight once, so a program takes a strip of the weight's rows, keeps several tiles of it in
+flight and does everything else at its end. A token's result has the same bits whatever tokens are beside it. sweep.py
+alone knows how a weight is stored, tuned/ which tile runs.
 
     weight [out, in]     | program 0: BLOCK_N lines | program 1 | ...        a tile is [BLOCK_N, BLOCK_K]
     x [rows, in]         | all rows, padded to 8 or 16 |                     a tile is [ROWS, BLOCK_K]
     a program's dot      W tile . x tile^T, added up over 'in' in order  ->  [BLOCK_N, ROWS]
 
 The weight is the dot's left side, so BLOCK_N and the warps alone decide which tensor core instruction runs (64 lines
-and 4 warps: wgmma on Hopper, else mma.sync). Nothing of a launch depends on the rows but their padding, which changes
-no row's bits: an instruction's columns do not know each other, and other sums are in a written order (ending.py). Where
-'out' is so small that its strips do not fill the GPU, a tile may split 'in' into a fixed number of parts, a program
-each: the last of a strip to end adds up all parts, in order. Or a tile has few lines, and its program's warps share
-'in' (sweep.py, SLICES). `wide_linear` runs the same kernel for more rows of a coded weight, in blocks of rows.
+and 4 warps: wgmma on Hopper, else mma.sync). Only the padding of a launch depends on the rows, and changes no row's
+bits. Where strips do not fill the GPU, a tile may split 'in' into a fixed number of parts, a program each: the last of
+a strip to end adds up all parts, in order (ending.py). Or a tile has few lines, and its program's warps share 'in'
+(sweep.py, SLICES). `wide_linear` runs the same kernel for more rows of a coded weight, in blocks of rows.
 
-A norm costs its reader next to nothing, because its writer (`add_linear`) leaves x * gain and the sum of squares of
-each strip behind, which alone is known where a strip ends; the reader multiplies by x * gain and by 1 / rms at its end
-(kernels/ops.py). Against the unfused operators the results differ by rounding alone, and are the closer to exact
-arithmetic: x * gain is rounded once to the tensor's type, and its scale 1 / rms, one number a row, meets the float32
-sum; gate, up, residual and bias are added in float32. In float16 x * gain overflows past 65504, where the unfused norm
-would not.
+A norm costs its reader next to nothing: its writer (`add_linear`) leaves x * gain and the sum of squares of each strip,
+and the reader multiplies its float32 sums by 1 / rms. x * gain is rounded once; in float16 it overflows past 65504,
+where the unfused norm would not.
 """
 
 from __future__ import annotations
@@ -33,18 +30,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.linear.sweep import sweep
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.ending import MOST_GROUPS, counters, is_last, square, sum_columns, sum_rows
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed
+from sparkdraft.kernels.ops import CLAMPED_SLOPE, SILU, Activation, Norm, Normed
 from sparkdraft.weights.linear import WeightTiles
 
 MOST_TOKENS = 16
 EIGHT_ROWS, EIGHT_ROWS_OF_WGMMA = True, False  # switches of `padded_tokens`
 KERNEL, WIDE = "few_rows", "wide_rows"  # in the tables of tuned tiles
+_SLOPE = tl.constexpr(CLAMPED_SLOPE)
 
 
 @triton.jit
@@ -63,7 +60,7 @@ def _sweep(
 
 @triton.jit
 def _add_parts(acc, sums, counters, strip, part, rows, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Leave a part of a strip's sums for the program that ends last, which gets all, added in order: (sums, True)."""
+    """Leaves a part of a strip's sums for the program that ends last, which gets all, added in order: (sums, True)."""
     lane, column = tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     place = sums + strip.to(tl.int64) * (SPLIT * BLOCK_N * ROWS) + lane[:, None] * ROWS + column[None, :]
     real = (column < rows)[None, :]
@@ -78,7 +75,7 @@ def _add_parts(acc, sums, counters, strip, part, rows, SPLIT: tl.constexpr, BLOC
 
 @triton.jit
 def load_squares(squares, row, real, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """[ROWS, BLOCK_P], asked for before the sweep and summed only after it, so that nobody waits for it."""
+    """[ROWS, BLOCK_P], loaded before the sweep and summed after it."""
     part = tl.arange(0, BLOCK_P)
     mask = real[:, None] & (part < PARTS)[None, :]
     return tl.load(squares + row[:, None] * PARTS + part[None, :], mask=mask, other=0.0)
@@ -90,6 +87,25 @@ def norm_scale(squares, eps, IN: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.c
     return tl.rsqrt(sum_columns(squares, ROWS, BLOCK_P) / IN + eps)
 
 
+@triton.jit
+def activate(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr):
+    """ACT, LIMIT: the fields of an `Activation`. float32 in, float32 out; NaN stays NaN.
+
+    Each is gate times a sigmoid; the tanh of gelu_tanh is one too: (1 + tanh(a)) / 2 = sigmoid(2 a). An exp that
+    overflows divides to zero.
+    """
+    if ACT == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    elif ACT == "gelu_tanh":
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+        return gate / (1.0 + tl.exp(-inner)) * up
+    else:
+        tl.static_assert(ACT == "clamped_swiglu")
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return (up + 1.0) * (gate / (1.0 + tl.exp(-_SLOPE * gate)))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
     x, squares, weight, scale, offset, row_scale, bias, out, gain, scaled, new_squares, sums, counters,
@@ -99,7 +115,7 @@ def _linear(
     BIAS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: of the squares of x; 0: no norm is meant. ADD: to what is there, and prepare it for the norm of 'gain'."""
+    """PARTS: of the squares of x; 0: no norm. ADD: to what is there, and prepare it for the norm of 'gain'."""
     enter(PDL)
     strip, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     column = strip * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -193,7 +209,7 @@ def _argmax(
 
 @triton.jit
 def _pick(best, best_id, out, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One row: the best of the programs' bests. They are in order of columns, so the lowest wins a tie again."""
+    """One row: the best of the programs' bests, which are in order of columns, so the lowest wins a tie."""
     enter(PDL)
     part = tl.arange(0, BLOCK)
     start = tl.program_id(0) * PARTS
@@ -204,7 +220,7 @@ def _pick(best, best_id, out, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.
 
 @triton.jit
 def _prepare(x, gain, scaled, squares, stride_x, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One row of a stream that nobody has prepared for its norm."""
+    """One row that is not prepared for its norm."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < DIM
@@ -241,27 +257,24 @@ def _choose(out: int, in_: int, itemsize: int, sms: int) -> Tile:
 
 
 def _choose_coded(out: int, in_: int, step: int, itemsize: int, sms: int, offset: bool = False) -> Tile:
-    """Two warps: they run mma.sync on every GPU, with all warps over the lines, so that a weight is decoded once.
-
-    (Triton gives wgmma's left side, which would be in registers too, a shared memory without a swizzle.) As many parts
-    of 'in' as fill the GPU. offset: sums of x take registers too.
-    """
+    """Two warps run mma.sync on every GPU, with all warps over the lines, so that a weight is decoded once. (Triton
+    gives wgmma's left side a shared memory without a swizzle.) As many parts of 'in' as fill the GPU. offset: sums of x
+    take registers too."""
     block_n = (32 if offset else 64) if itemsize == 2 and out >= 64 else 16
     split = min(4 * sms // triton.cdiv(out, block_n), in_ // step // 4, 8)
     return Tile(block_n, step, 2, 6, max(split, 1))
 
 
 def runs_wgmma(lines: int, warps: int, gpu: Gpu, slices: int = 1) -> bool:
-    """Whether a dot of so many lines of 16 bit numbers is Hopper's instruction; else, and elsewhere, it is mma.sync."""
+    """Whether a dot of so many lines of 16 bit numbers is Hopper's instruction; otherwise it is mma.sync."""
     return gpu.wgmma and lines >= 64 and warps % 4 == 0 and slices == 1
 
 
 def padded_tokens(rows: int, lines: int, warps: int, gpu: Gpu, slices: int = 1) -> int:
     """Columns of the dot of few rows: 8 are the fewest that tensor cores take, and 16 serve all.
 
-    Both are the same instruction, mma.sync over 8 columns, once or twice, so a row has the same bits. Where 16 are one
-    wgmma, or one tcgen05.mma, Triton makes 8 of them an mma.sync, whose sums may differ in the last bit: there,
-    EIGHT_ROWS_OF_WGMMA decides. EIGHT_ROWS turns all off.
+    Both are mma.sync over 8 columns, once or twice, so a row has the same bits. Where 16 are one wgmma or tcgen05.mma,
+    8 would be an mma.sync, whose sums may differ in the last bit: EIGHT_ROWS_OF_WGMMA allows it.
     """
     wide = runs_wgmma(lines, warps, gpu) or (gpu.tcgen05 and lines >= 64 and warps in (4, 8))
     eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not wide or slices > 1)  # batches of dots are mma.sync
@@ -269,7 +282,7 @@ def padded_tokens(rows: int, lines: int, warps: int, gpu: Gpu, slices: int = 1) 
 
 
 def fit_stages(tile: Tile, programs: int, weight_bits: int, x_bytes: int, gpu: Gpu, rows: int = MOST_TOKENS) -> int:
-    """Stages whose buffers fit beside those of the other programs that must share an SM to run all at once."""
+    """Stages whose buffers fit beside those of the other programs that share an SM."""
     buffer = (tile.block_n * weight_bits // 8 + rows * x_bytes) * tile.block_k * tile.slices
     # wgmma reads from shared memory, so one more tile of each is held; mma.sync reads registers.
     held = buffer if x_bytes == 2 and runs_wgmma(tile.block_n, tile.warps, gpu, tile.slices) else 0
@@ -300,7 +313,7 @@ def _launch(
 
 
 def run_kernel(kernel, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """All launches of matmuls pass here, those of experts too; tests take its place."""
+    """All launches of matmuls; tests replace it."""
     kernel[grid](*arguments, **options)
 
 
@@ -328,7 +341,7 @@ def step_of(weight: WeightTiles) -> int:
 
 
 def start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict[str, object]]:
-    """Check what all functions have in common: the launch, and the constants and options that all kernels take."""
+    """Checks the arguments; returns the launch, and the constants and options that all kernels take."""
     rows, in_ = x.shape
     assert 0 < rows <= MOST_TOKENS, f"{rows} rows: these kernels take 1 to {MOST_TOKENS}"
     assert weight.shape[1] == in_ and weight.shape[0] % lines == 0, (x.shape, weight.shape, lines)
@@ -375,7 +388,7 @@ def check_gain(gain: Tensor, dim: int, dtype: torch.dtype) -> None:
 
 
 def prepare(normed: Normed) -> tuple[Tensor, Tensor]:
-    """x * gain [rows, dim] and the parts of its sums of squares [rows, parts], worked out where nobody has yet."""
+    """x * gain [rows, dim] and the parts of its sums of squares [rows, parts], computed where they are missing."""
     x, (gain, _), scaled, squares = normed
     if scaled is not None and squares is not None:
         assert squares.is_contiguous() and squares.dtype == torch.float32, (squares.stride(), squares.dtype)
@@ -405,11 +418,7 @@ def linear(x: Tensor, weight: WeightTiles) -> Tensor:  # [rows, in] -> [rows, ou
     return out
 
 
-def norm_linear(
-    normed: Normed,  # [rows, in]
-    weight: WeightTiles,  # [out, in]
-    dtype: torch.dtype | None = None,  # of the result, for logits whose argmax is that of `norm_argmax`: float32
-) -> Tensor:  # [rows, out]: linear(rms_norm(x), weight)
+def norm_linear(normed: Normed, weight: WeightTiles, dtype: torch.dtype | None = None) -> Tensor:
     x, squares = prepare(normed)
     launch, options = start(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype, device=x.device)
@@ -418,7 +427,7 @@ def norm_linear(
 
 
 def add_linear(residual: Tensor, x: Tensor, weight: WeightTiles, then: Norm) -> Normed:
-    """residual [rows, out] += linear(x, weight), in place, prepared for the norm; x must be another tensor."""
+    """x must not share memory with the residual."""
     rows, out = x.shape[0], weight.shape[0]
     assert residual.stride(1) == 1 and residual.shape == (rows, out), (residual.shape, residual.stride(), weight.shape)
     check_gain(then.gain, out, x.dtype)
@@ -430,11 +439,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: WeightTiles, then: Norm) -> 
     return Normed(residual, then, scaled, squares)
 
 
-def norm_gated(
-    normed: Normed,  # [rows, in]
-    weight: WeightTiles,  # [2 * inter, in]: gate, then up; without a bias
-    activation: Activation = SILU,
-) -> Tensor:  # [rows, inter]
+def norm_gated(normed: Normed, weight: WeightTiles, activation: Activation = SILU) -> Tensor:
     x, squares = prepare(normed)
     launch, options = start(x, weight, lines=2)
     rows, inter = x.shape[0], weight.shape[0] // 2
@@ -447,10 +452,7 @@ def norm_gated(
     return out
 
 
-def norm_argmax(
-    normed: Normed,  # [rows, in]
-    weight: WeightTiles,  # [vocabulary, in], without a bias
-) -> Tensor:  # int64 [rows]: the largest of the float32 logits; the lowest id wins a tie, NaN never wins
+def norm_argmax(normed: Normed, weight: WeightTiles) -> Tensor:
     x, squares = prepare(normed)
     launch, options = start(x, weight)
     rows, parts, device, on = x.shape[0], launch.programs, x.device, pdl.active(x.device)

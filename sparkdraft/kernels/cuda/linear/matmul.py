@@ -1,8 +1,7 @@
-"""Weights' matmuls and what is around them: one launch for few rows (few_tokens.py), else one operator after the other.
+"""Matmuls and what is around them: one launch for few tokens (few_tokens.py), else one operator after the other.
 
-Few rows are what decoding one sequence brings, drafts included, and there a row's result does not depend on the rows
-beside it. A matmul of more rows, or of a matrix that offers no tiles, is the matrix's own: cuBLAS's for floats, whose
-last bit may depend on the number of rows, and planes.py's for codes.
+The bits of few tokens do not depend on the tokens beside them. More tokens, or a matrix without tiles, go to the
+matrix's own product: cuBLAS for floats, whose last bit may depend on the number of rows, and planes.py for codes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sparkdraft.weights.linear import Linear, WeightTiles
 
 
 def _few(x: Tensor, matrix: Linear, bias: bool = True) -> WeightTiles | None:
-    """The matrix's tiles, if the kernels for few rows take them. bias: whether they would add one."""
+    """The matrix's tiles, if the kernels for few tokens take them. bias: whether they would add one."""
     tiles = matrix.tiles if 0 < x.shape[0] <= few_tokens.MOST_TOKENS else None
     return tiles if tiles and (bias or tiles.bias is None) else None
 

@@ -1,10 +1,7 @@
-"""Quantised matrices that stay quantised on a GPU: how these kernels keep them, and their matmuls of many rows.
+"""Quantised matrices that stay quantised on a GPU: how these kernels keep them, and their matmuls of many tokens.
 
-up to 16 rows     few_tokens.py, experts.py    fused with what stands around them
-up to MIDDLE      few_tokens.wide_linear       the same sweep over blocks of 32 or 64 rows: weights become numbers in
-                                             registers, once per block
-more              a slice of the weight at a time is turned into floats of x's type, in a scratch small enough to
-                  stay in the L2, and cuBLAS multiplies with it. Each weight is rounded once there
+Up to MIDDLE tokens run the sweep of few_tokens.py, in blocks of 32 or 64. Beyond that, a slice of the weight at a time
+is turned into floats of x's type, in a scratch small enough to stay in the L2, and cuBLAS multiplies with it.
 """
 
 from __future__ import annotations
@@ -40,8 +37,6 @@ SCRATCH = 16 << 20  # bytes
 
 
 class PlaneLinear(Linear):
-    """One matrix."""
-
     def __init__(self, planes: Planes, bias: Tensor | None = None) -> None:
         self.planes, self.bias = planes, bias
         self.nbytes = planes.nbytes + (0 if bias is None else bias.nbytes)
@@ -113,7 +108,7 @@ def tiles_of(planes: Planes, bias: Tensor | None = None) -> WeightTiles:
 
 
 def keep_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
-    """One matrix stacked of the parts: floats as floats, codes as codes. Parts of different formats stay apart."""
+    """Floats as floats, codes as codes. Parts of different formats stay apart."""
     if all(isinstance(part, Tensor) for part in parts):
         return keep_floats(parts, bias, floats)
     coded, device = [as_coded(part) for part in parts], _device(floats)
@@ -129,7 +124,7 @@ def keep_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) 
 
 
 def keep_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:
-    """experts: for each, the parts that its matrix is stacked of. One expert at a time is repacked."""
+    """One expert at a time is repacked."""
     if all(isinstance(part, Tensor) for parts in experts for part in parts):
         return keep_float_experts(experts, bias, floats)
     made: Planes | None = None
@@ -167,7 +162,6 @@ class CodedTable:
 
 
 def keep_table(part: Stored, floats: ToFloats) -> Stored:
-    """A matrix as `embed` looks rows up in it."""
     if not isinstance(part, Coded | GroupQuant):
         return floats(part)
     coded, sample = as_coded(part), floats(torch.zeros(1))
@@ -176,7 +170,7 @@ def keep_table(part: Stored, floats: ToFloats) -> Stored:
 
 
 def as_coded(part: Stored) -> Tensor | Coded:
-    """Floats stay what they are. Raises CannotKeep for a format that has no `Coded` form."""
+    """Floats stay floats. Raises CannotKeep for a format that has no `Coded` form."""
     if isinstance(part, Tensor | Coded):
         return part
     if isinstance(part, CodedTable):
@@ -244,7 +238,6 @@ def _to_floats(
 
 
 def to_floats(planes: Planes, out: Tensor) -> Tensor:
-    """out [rows, in], contiguous."""
     (rows, width), layout = planes.shape, planes.layout
     assert out.is_contiguous() and out.shape == (rows, width), (out.shape, out.stride(), planes.shape)
     run(

@@ -4,14 +4,13 @@
     x [rows, in]         some rows           a tile is [rows, BLOCK_K], or [rows, PLANE] for each plane of the words
     sum                  W tile . x tile^T, added up over 'in' in order  ->  float32 [lines, rows]
 
-'in' is gone through in order, so a number depends on its own line and row alone. Floats of x's own type are multiplied
-as they are (LEVELS "plain"). Codes (weights/plane_layout.py) become numbers in registers (dequantise.py). A group's
-scale multiplies the float32 sum of its group, which rounds nothing; that of e2m1 multiplies the weights, which is exact
-too. An offset multiplies the sum of x over its group, which a dot with ones makes in the layout of the other sums.
+A number depends on its own line and row alone. Floats are multiplied as they are (LEVELS "plain"). Codes become numbers
+in registers (dequantise.py). A group's scale multiplies the float32 sum of its group; that of e2m1 multiplies the
+weights, which is exact too. An offset multiplies the sum of x over its group, which a dot with ones makes.
 
 With SLICES the warps of a program share 'in' instead of its lines: each takes every so many-th tile, as a batch of dots
-of its own, and their sums are added at the end, in order. So a program may have as few as 16 lines, and all its warps
-work: a small matrix fills the GPU without a second pass over parts (SPLIT).
+of its own, and their sums are added at the end, in order. So a program may have as few as 16 lines, and a small matrix
+fills the GPU without a second pass over parts (SPLIT).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from sparkdraft.weights.plane_layout import SIZES
 
 @triton.jit
 def _load(place, inside):
-    """What lies outside is 0; inside None: nothing does. A weight is read once, and shall not displace x in the L2."""
+    """What is not inside is 0; None: all is. A weight is read once, and shall not displace x in the L2."""
     if inside is None:
         return tl.load(place, eviction_policy="evict_first")
     else:

@@ -1,27 +1,25 @@
-"""A mixture of experts: the matmuls of all rows with the experts that each was sent to, and the sum of their results.
+"""A mixture of experts: the matmuls of all tokens with the experts chosen for them, and the sum of their results.
 
-A pair is a row and one of its experts (routing.py). Which way a batch goes depends on its numbers of rows, choices and
-experts alone:
+A pair is a token and one of its experts (routing.py). The numbers of tokens, choices and experts decide which way a
+batch goes:
 
-    rows are so few that hardly two share an expert      a program per pair and strip of gate_up; then one per row and
-                                                         strip of down, which takes the lines of all of the row's
+    so few tokens that hardly two share an expert        a program per pair and strip of gate_up; then one per token and
+                                                         strip of down, which takes the lines of all of the token's
                                                          experts at once, and adds their results up at its end
     more                                                 pairs are sorted by expert and cut into blocks of 16 to 128;
                                                          a program per block and strip of gate_up, one of down, and a
-                                                         third kernel that adds up the results of each row
+                                                         third kernel that adds up the results of each token
 
-As in few_tokens.py a weight is the dot's left side and pairs are its right, padded to 8 at least. An expert's lines are
-read once per block. In batches of up to MOST_TOKENS tokens of a 16 bit type, a token's result is the same to the bit
-in any batch:
+As in few_tokens.py a weight is the dot's left side, and pairs are its right, padded to 8 at least. In batches of up to
+MOST_TOKENS tokens of a 16 bit type, a token's result has the same bits in any batch:
 
-    gate_up      one kernel with one tile serves both ways; a pair's column of a dot does not depend on the others
-    down         both ways run the same tensor core instruction (`_same_instruction`) over the same slices of 'in',
-                 which are cut by the tile's columns (`find_tile`)
-    sum          in float32 by fma, in the row's order of choice
+    gate_up      one kernel with one tile serves both ways
+    down         both ways run the same tensor core instruction (`_same_instruction`) over the same slices of 'in'
+    sum          in float32 by fma, in the token's order of choice
     squares      for the next norm, of the same strips in both ways, added up by the same tree (`_tree`)
 
-Beyond that a block's size follows the number of rows, and results between down and sum are kept in x's type, as in
-kernels/reference, which is half the traffic.
+Beyond that a block's size follows the number of tokens, and results between down and sum are kept in x's type, which is
+half the traffic.
 """
 
 from __future__ import annotations
@@ -34,11 +32,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.elementwise import rms_norm
 from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.linear.few_tokens import (
+    Launch,
     Tile,
+    activate,
     check_gain,
     check_weight,
     constants,
@@ -161,7 +160,7 @@ def _in_order(
 
 @triton.jit
 def _tree(value, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums [COUNT] of [COUNT, WIDTH] as neighbours' sums of neighbours' sums, in whichever layout the numbers are."""
+    """Sums [COUNT] of [COUNT, WIDTH]: neighbours first, whatever the layout."""
     if WIDTH > 1:
         a, b = tl.split(tl.reshape(value, [COUNT, WIDTH // 2, 2]))
         value = _tree(a + b, COUNT, WIDTH // 2)
@@ -175,7 +174,7 @@ def _finish(
     total, before, factor, out, scaled, squares, row, column, strip, stride_out,
     OUT: tl.constexpr, STRIPS: tl.constexpr, COUNT: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Store a part of a row, added to 'before' if it is given, and prepared for the norm whose gain is 'factor'."""
+    """Stores a part of a row, added to 'before' if it is given, and prepared for the norm whose gain is 'factor'."""
     mask = column < OUT
     if before is not None:
         total += before.to(tl.float32)
@@ -198,9 +197,7 @@ def _row_down(
     COLUMNS: tl.constexpr, STRIP: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A strip of one row: the lines of all of its experts times x of all of its pairs, of which a line wants one.
-
-    COLUMNS: of the dot, one for each choice.
-    """
+    COLUMNS: of the dot, one for each choice."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(ids + row * TOP_K) < 0:  # a dead row
@@ -238,7 +235,7 @@ def _sum(
     ADD: tl.constexpr, OUT: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row: what `_row_down` does at its end."""
+    """Some columns of one row, added up as `_row_down` does."""
     enter(PDL)
     COUNT: tl.constexpr = BLOCK // STRIP
     row = tl.program_id(0).to(tl.int64)
@@ -257,21 +254,14 @@ def _sum(
 # Host choices
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    tile: Tile
-    strips: int
-    stages: int
-
-
 def one_by_one(rows: int, top_k: int, experts: int) -> bool:
     """Whether pairs are taken one by one."""
     return rows <= few_tokens.MOST_TOKENS and SPARSE * rows * top_k <= experts
 
 
 def block_size(rows: int, top_k: int, experts: int, coded: bool = False) -> int:
-    """Pairs in a block: about twice what an expert has, so that most have one; 16 where rows are few. Of coded weights
-    64 at most: their tiles are wide, and so are those of x."""
+    """Pairs in a block: about twice what an expert has, so that most have one; 16 where rows are few, at most 64 for
+    coded weights, whose tiles are wide."""
     if rows <= few_tokens.MOST_TOKENS:
         return 16
     share = rows * top_k / experts
@@ -279,7 +269,8 @@ def block_size(rows: int, top_k: int, experts: int, coded: bool = False) -> int:
 
 
 def choose(kernel: str, shape: tuple[int, ...], itemsize: int, step: int = 0, like: Tile | None = None) -> Tile:
-    """For a shape that nobody measured: out, in, and pairs in a block or, of FEW, a row's choices, a power of two.
+    """The tile of a shape that was not measured: out, in, and pairs in a block or, of FEW, a row's choices, a power of
+    two.
 
     step: columns of a coded tile, or 0. like: a sliced tile that adds up as this one must.
     """
@@ -304,7 +295,7 @@ def choose(kernel: str, shape: tuple[int, ...], itemsize: int, step: int = 0, li
 
 def _same_instruction(tile: Tile, lines: int, gpu: Gpu, coded: bool = False) -> bool:
     """Where a GPU has wgmma, whose sums may differ from mma.sync's in the last bit, all tiles of few rows run it for
-    floats, and none for codes (few_tokens._choose_coded) or slices."""
+    floats, and none for codes or slices."""
     return not gpu.wgmma or tile.slices > 1 or runs_wgmma(lines, tile.warps, gpu) != coded
 
 
@@ -327,7 +318,6 @@ def tile_keys(gate_up: ExpertLinear, down: ExpertLinear, top_k: int, most_rows: 
 
 
 def find_tile(kernel: str, shape: tuple[int, ...], format_: str, x_bytes: int, gpu: Gpu, step: int) -> Tile:
-    """shape: as in the tables."""
     found = tuned.find(gpu, tuned.Key(kernel, format_, shape))
     tile = Tile(*found) if found else choose(kernel, shape, x_bytes, step)
     if kernel == FEW_DOWN:  # a row is added up in the same slices of the same columns, alone or not
@@ -338,7 +328,7 @@ def find_tile(kernel: str, shape: tuple[int, ...], format_: str, x_bytes: int, g
 
 
 def adds_up_alike(tile: Tile, row: Tile) -> bool:
-    """Whether a tile of FEW_DOWN may stand beside one of ROW_DOWN. Without slices 'in' is gone through in order."""
+    """Whether tiles of FEW_DOWN and ROW_DOWN add up 'in' in the same order."""
     return tile.slices == row.slices and (row.slices == 1 or tile.block_k == row.block_k)
 
 
@@ -432,7 +422,7 @@ def run_gate_up(
     assert weight.shape == (2 * inter, x.shape[1]) and x.stride(1) == 1, (weight.shape, x.shape, x.stride())
     out = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
     few_tokens.run_kernel(
-        _gate_up, (programs, launch.strips), x, squares, *weight.arguments, routing.ids, order, table, out,
+        _gate_up, (programs, launch.programs), x, squares, *weight.arguments, routing.ids, order, table, out,
         x.stride(0), normed.norm.eps, ACT=activation.kind, LIMIT=activation.limit, INTER=inter, TOP_K=top_k, **norm,
         BLOCK_M=_padded(rows if blocks else 1, size, tile, x), BLOCK_N=tile.block_n, **options,
     )  # fmt: skip
@@ -447,14 +437,14 @@ def run_down(
     tile = launch.tile
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     few_tokens.run_kernel(
-        _down, (blocks.most, launch.strips), x, *weight.arguments, blocks.order, blocks.table, out,
+        _down, (blocks.most, launch.programs), x, *weight.arguments, blocks.order, blocks.table, out,
         OUT=weight.shape[0], BLOCK_M=_padded(rows, blocks.size, tile, x), BLOCK_N=tile.block_n, **options,
     )  # fmt: skip
     return out
 
 
 class _Target:
-    """Where the sums go: a new tensor, or added to a residual, which few rows leave prepared for a norm."""
+    """Where the sums go: a new tensor, or a residual, which few rows leave prepared for a norm."""
 
     def __init__(self, rows: int, strip: int, strips: int, x: Tensor, residual: Tensor, then: Norm | None) -> None:
         dim = residual.shape[1]
@@ -483,10 +473,10 @@ def run_row_down(x: Tensor, routing: Routing, down: ExpertLinear, residual: Tens
     weight, choices = _Weight.of(down, x), triton.next_power_of_2(top_k)
     launch, options = weight.launch(ROW_DOWN, choices, rows, x)
     tile = launch.tile
-    target = _Target(rows, tile.block_n, launch.strips, x, residual, then)
+    target = _Target(rows, tile.block_n, launch.programs, x, residual, then)
     columns = padded_tokens(top_k, choices * tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
     few_tokens.run_kernel(
-        _row_down, (rows, launch.strips), x, *weight.arguments, routing.ids, routing.weights,
+        _row_down, (rows, launch.programs), x, *weight.arguments, routing.ids, routing.weights,
         *target.arguments, **target.constants, TOP_K=top_k, BLOCK_C=choices, COLUMNS=columns, **options,
     )  # fmt: skip
     return target
@@ -497,7 +487,7 @@ def run_sum(parts: Tensor, routing: Routing, down: ExpertLinear, residual: Tenso
     rows, top_k = routing.ids.shape
     dim, on = residual.shape[1], pdl.active(parts.device)
     launch, _ = _Weight.of(down, residual).launch(ROW_DOWN, triton.next_power_of_2(top_k), rows, residual)
-    target = _Target(rows, launch.tile.block_n, launch.strips, residual, residual, then)
+    target = _Target(rows, launch.tile.block_n, launch.programs, residual, residual, then)
     few_tokens.run_kernel(
         _sum, (rows, triton.cdiv(dim, SUM_BLOCK)), parts, routing.weights, *target.arguments, **target.constants,
         TOP_K=top_k, BLOCK=SUM_BLOCK, PDL=on, num_warps=4, **pdl.options(on),
@@ -509,7 +499,7 @@ def _experts(
     normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation,
     then: Norm | None,
 ) -> _Target:  # fmt: skip
-    """then: of the residual that the sum is added to; None: it is given by itself."""
+    """then: the norm of the residual that the sum is added to; None: the sum is returned by itself."""
     (rows, top_k), residual = routing.ids.shape, normed.x
     assert routing.ids.is_contiguous() and routing.weights.is_contiguous() and top_k <= MOST_CHOICES, routing
     assert residual.shape[0] == rows and residual.stride(1) == 1, (residual.shape, residual.stride(), rows)
@@ -525,12 +515,8 @@ def _experts(
 
 
 def norm_experts(
-    normed: Normed,  # [rows, hidden]
-    routing: Routing,
-    gate_up: ExpertLinear,  # [2 * inter, hidden] each
-    down: ExpertLinear,  # [hidden, inter] each
-    activation: Activation,
-) -> Tensor:  # [rows, hidden]: the weighted sum of the chosen experts' results
+    normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation
+) -> Tensor:
     if not normed.x.shape[0]:
         return torch.empty_like(normed.x)
     return _experts(normed, routing, gate_up, down, activation, None).out
@@ -539,7 +525,6 @@ def norm_experts(
 def add_experts(
     normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation, then: Norm
 ) -> Normed:
-    """x += `norm_experts`, in place; gives it as the norm that reads it next wants it."""
     if not normed.x.shape[0]:
         return Normed(normed.x, then)
     target = _experts(normed, routing, gate_up, down, activation, then)

@@ -1,7 +1,7 @@
-"""Which experts the rows of a batch go to, and the work of a batch cut into blocks of rows that share an expert.
+"""Which experts the tokens of a batch go to, and the work cut into blocks of tokens that share an expert.
 
-A *pair* is a row and one of its experts; pair p is row p // top_k and its choice p % top_k. All launches are shaped by
-the numbers of rows, experts and choices; how many rows an expert has is known on the device alone.
+A *pair* is a row and one of its experts; pair p is row p // top_k and its choice p % top_k. How many rows an expert has
+is known on the device alone.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def _choose(
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Store the choices of rows 'row', as far as they are 'real', from their logits [ROWS, BLOCK_E].
+    """Stores the choices of rows 'row', as far as they are 'real', from their logits [ROWS, BLOCK_E].
 
-    Whatever the logits hold, a row's experts are TOP_K different ones; a dead row has none, and -1 in their place.
+    Whatever the logits hold, a row's experts are TOP_K different ones; padding has none, and -1 in their place.
     """
     expert = tl.arange(0, BLOCK_E)[None, :]
     value = tl.where(expert < EXPERTS, value, float("-inf"))
@@ -133,7 +133,7 @@ def norm_route(
     top_k: int,
     renormalise: bool,
     scale: Tensor | None = None,
-    live: Tensor | None = None,  # int32 [1]: the number of rows that are sent anywhere; None: all
+    live: Tensor | None = None,
 ) -> Routing:
     """One launch for few rows; else the router's logits, and then the choice."""
     rows, device = normed.x.shape[0], normed.x.device
@@ -152,7 +152,6 @@ def norm_route(
 
 
 def _constants(experts: int, top_k: int, renormalise: bool) -> dict[str, object]:
-    """Of what chooses."""
     assert 0 < top_k <= min(experts, MOST_CHOICES) and experts <= MOST_EXPERTS, (experts, top_k)
     return {
         "EXPERTS": experts, "TOP_K": top_k, "RENORMALISE": renormalise,
@@ -161,13 +160,9 @@ def _constants(experts: int, top_k: int, renormalise: bool) -> dict[str, object]
 
 
 def _run_route_few(
-    normed: Normed,
-    router: WeightTiles,
-    scale: Tensor | None,
-    live: Tensor | None,
-    made: Routing,
+    normed: Normed, router: WeightTiles, scale: Tensor | None, live: Tensor | None, made: Routing,
     sizes: dict[str, object],
-) -> None:
+) -> None:  # fmt: skip
     x, squares = few_tokens.prepare(normed)
     launch, options = few_tokens.start(x, router)
     split, device = launch.tile.split, x.device
@@ -187,8 +182,7 @@ class Blocks(NamedTuple):
     size: int
 
     @property
-    def most(self) -> int:
-        """As many as there can be, whatever the routing."""
+    def most(self) -> int:  # as many as there can be, whatever the routing
         return self.table.shape[0]
 
 

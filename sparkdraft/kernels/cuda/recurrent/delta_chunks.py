@@ -1,8 +1,8 @@
 """The gated delta rule over parts of prompts: 64 rows at a time, as matmuls.
 
-Chunks lie at absolute positions, multiples of 64, so what a chunk holds does not depend on where a step begins; the
-first and the last of a step may have fewer rows. Within a chunk, with G the sum of log decays up to a row, its own
-included, and D_ij = exp(G_i - G_j) for j <= i:
+Chunks lie at multiples of 64, so a chunk does not depend on where a step begins; the first and the last of a step may
+have fewer rows. Within a chunk, with G the sum of log decays up to and including a row, and D_ij = exp(G_i - G_j) for j
+<= i:
 
     T = (I + L)^-1,    L = tril(beta_i (k_i . k_j) D_ij, -1)           `_inside`, a program per chunk and head:
     A = tril((q_i . k_j) D_ij)                                         nothing here knows the state
@@ -11,10 +11,10 @@ included, and D_ij = exp(G_i - G_j) for j <= i:
     O = e^G Q S + A U                                                  chunk after chunk
     S = e^G_last S + (e^(G_last - G) K)^T U
 
-Norms of keys and queries are numbers per row, so they multiply rows and columns of products, and K and Q enter these as
-they are stored. In bfloat16 their products are exact then, and a product with the state takes two passes, one for each
-half of the state's numbers (`_times`); everything else takes three passes of tf32. Measured on an H200, states are off
-by 1e-6 of the largest number in float32, and by 1e-5 in bfloat16, where two halves hold 17 bits.
+Norms of keys and queries multiply rows and columns of products, and K and Q enter these as they are stored. In bfloat16
+their products are exact then, and a product with the state takes two passes, one for each half of the state's numbers
+(`_times`); everything else takes three passes of tf32. On an H200, states are off by 1e-6 of the largest number in
+float32, and by 1e-5 in bfloat16.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _leave(place, numbers, CHUNK: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _join(place, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Pairs of inverted blocks of SIZE rows become one, until one is left: the lower left of a pair becomes
-    -(lower right)^-1 . (lower left) . (upper left)^-1."""
+    """Joins pairs of inverted blocks of SIZE rows: the lower left of a pair becomes -(lower right)^-1 . (lower left) .
+    (upper left)^-1."""
     if SIZE < CHUNK:
         r = tl.arange(0, SIZE)
         for pair in tl.static_range(CHUNK // (2 * SIZE)):
@@ -141,10 +141,8 @@ def _join(place, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _invert(lower, place, CHUNK: tl.constexpr):
-    """(I + lower)^-1 of a matrix that is 0 on and above its diagonal; place: float32 [CHUNK, CHUNK] to work in.
-
-    Its diagonal blocks row by row, all at once; then pairs of them.
-    """
+    """(I + lower)^-1 of a matrix that is 0 on and above its diagonal: its diagonal blocks row by row, then pairs of
+    them. place: float32 [CHUNK, CHUNK] to work in."""
     i, r = tl.arange(0, CHUNK), tl.arange(0, SOLVED)
     whole_tile = place + i[:, None] * CHUNK + i[None, :]
     diagonal = place + tl.arange(0, CHUNK // SOLVED)[:, None, None] * (SOLVED * (CHUNK + 1))

@@ -1,11 +1,9 @@
-"""The gated delta rule (kernels/reference/recurrent.py) where each sequence has few rows; delta_chunks.py takes
-prompts.
+"""The gated delta rule (kernels/reference/recurrent.py) of short sequences; delta_chunks.py takes prompts.
 
-A program has some columns of one head's state, which stay in its registers: it reads them once, replays the records,
-runs the step's rows, and writes the state at most once, where it folds. Columns do not know each other. A row that is
-run and a record that is replayed change the state by the one function `_update`, whose roundings are written out, so
-both leave the same bits. A row's sums are made by the same code at whichever place of whichever step it runs; the
-compiler may not join their products and sums, which it would do differently in the copies of an unrolled loop.
+A program has some columns of one head's state in registers: it reads them once, replays the records, runs the step's
+rows, and writes the state at most once. Running a row and replaying a record both change the state by `_update`, whose
+roundings are written out, so both leave the same bits. The compiler may not fuse products and sums, which it would do
+differently in the copies of an unrolled loop.
 
 No program waits for another, and none reads what another writes:
 
@@ -46,8 +44,8 @@ class Tile(NamedTuple):
 def _take_base(place, first, SLICES: tl.constexpr, FOLD: tl.constexpr):
     """`base` before the step, and where the step leaves it.
 
-    Each of a head's programs reads it by adding a unit above all positions. Who finds that all others have been here
-    takes the units away again and writes the new base: there is nobody left to read it.
+    Each of a head's programs reads it by adding a unit above all positions. The last one takes the units away and
+    writes the new base.
     """
     found = tl.atomic_add(place, UNIT, sem="relaxed")
     base = found % UNIT
@@ -74,7 +72,7 @@ def _read_record(keys, updates, decays, position, good, RING: tl.constexpr, KEYS
 
 @triton.jit
 def _read_row(queries, keys, values, decay_beta, row, good, stride_qkv, stride_ab, HEADS: tl.constexpr):
-    """As they are stored, and nothing is done with them, so that nobody waits for them before they are needed."""
+    """As they are stored: nothing waits for them before they are needed."""
     at = row.to(tl.int64) * stride_qkv
     ab = decay_beta + row.to(tl.int64) * stride_ab
     query = tl.load(queries + at, mask=good, other=0.0)
@@ -83,13 +81,13 @@ def _read_row(queries, keys, values, decay_beta, row, good, stride_qkv, stride_a
     return query, key, value, tl.load(ab, mask=good, other=0.0), tl.load(ab + HEADS, mask=good, other=0.0)
 
 
-@triton.jit(do_not_specialize=["slots", "query_start", "context_len", "parents", "decay_beta", "stride_ab"])
+@triton.jit(do_not_specialize=["slots", "query_start", "context_len", "decay_beta", "stride_ab"])
 def _delta_rule(
-    qkv, decay_beta, state, base, keys, updates, decays, slots, query_start, context_len, parents, rate, bias, out,
+    qkv, decay_beta, state, base, keys, updates, decays, slots, query_start, context_len, rate, bias, out,
     stride_qkv, stride_ab, eps, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     RING: tl.constexpr, MOST_ROWS: tl.constexpr, FOLD: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     SLICES: tl.constexpr = VALUE_DIM // BLOCK_V
@@ -150,10 +148,6 @@ def _delta_rule(
     values = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     decay_beta += head
     rate_of, bias_of = tl.load(rate + head), tl.load(bias + head)
-    if parents is not None:
-        start = s
-        lane = tl.arange(0, BLOCK_R)
-        norms, fades = tl.zeros([BLOCK_R], tl.float32), tl.zeros([BLOCK_R], tl.float32)
     raw_q, raw_k, raw_v, a, b = _read_row(
         queries, queries + KEY_HEADS * KEY_DIM, values, decay_beta, begin, count > 0, stride_qkv, stride_ab, HEADS
     )
@@ -162,22 +156,6 @@ def _delta_rule(
             queries, queries + KEY_HEADS * KEY_DIM, values, decay_beta, begin + i + 1, i + 1 < count,
             stride_qkv, stride_ab, HEADS,
         )  # fmt: skip
-        if parents is not None:
-            parent = tl.load(parents + begin + i)
-            if parent != i - 1:  # from the step's beginning along the row's ancestors, the eldest first
-                s = start
-                line = tl.zeros([], tl.int64)
-                while parent >= 0:
-                    line = line | (tl.full([], 1, tl.int64) << parent)
-                    parent = tl.load(parents + begin + parent)
-                tl.debug_barrier()  # what this program wrote as updates is seen by all of it
-                for j in range(i):
-                    if ((line >> j) & 1) == 1:
-                        wide = tl.load(queries + KEY_HEADS * KEY_DIM + (begin + j).to(tl.int64) * stride_qkv)
-                        left = tl.load(updates + ((first + j) % RING) * (HEADS * VALUE_DIM))
-                        norm = tl.sum(tl.where(lane == j, norms, 0.0), 0)  # exact: one number, and zeros
-                        fade = tl.sum(tl.where(lane == j, fades, 0.0), 0)
-                        s = _update(s, fade, wide.to(tl.float32) * norm, left)
         wide_k, wide_q = raw_k.to(tl.float32), raw_q.to(tl.float32)
         key_norm = tl.rsqrt(tl.sum(wide_k * wide_k, 0) + eps)
         unit_k = wide_k * key_norm
@@ -196,8 +174,6 @@ def _delta_rule(
             tl.store(decays + at * HEADS, own_decay)
             if head % (HEADS // KEY_HEADS) == 0:
                 tl.store(keys + at * (KEY_HEADS * KEY_DIM), unit_k)
-        if parents is not None:
-            norms, fades = tl.where(lane == i, key_norm, norms), tl.where(lane == i, own_decay, fades)
         raw_q, raw_k, raw_v, a, b = next_q, next_k, next_v, next_a, next_b
 
 
@@ -219,17 +195,15 @@ def check_shape(params: DeltaParams) -> None:
 
 
 def delta_rule(
-    qkv: Tensor,  # [rows, channels]: queries and keys of all key heads, values of all value heads
-    decay_beta: Tensor,  # [rows, 2 * value_heads]: a, then b
-    memory: RecurrentState,  # changed in place
-    slots: Tensor,  # int32 [seqs]
+    qkv: Tensor,
+    decay_beta: Tensor,
+    memory: RecurrentState,
+    slots: Tensor,
     view: AttentionView,
     params: DeltaParams,
-    parents: Tensor | None = None,  # as in causal_conv
-) -> Tensor:  # [rows, value_heads * value_dim]
+) -> Tensor:
     """One launch for sequences of few rows, and two more where the host's bound on rows allows parts of prompts."""
     check_shape(params)
-    assert parents is None or view.max_query <= memory.most_rows <= 64, "rows of a prompt follow each other"
     assert qkv.stride(1) == decay_beta.stride(1) == 1, (qkv.stride(), decay_beta.stride())
     assert memory.ring >= record_ring(memory.most_rows), (memory.ring, memory.most_rows)
     kept = (memory.state, memory.base, memory.keys, memory.updates, memory.decays)
@@ -242,11 +216,11 @@ def delta_rule(
     slices = params.value_dim // tile.block_v
     assert slices <= MOST_SLICES, (params.value_dim, tile)
     run(
-        _delta_rule, (heads * slices, seqs), qkv, decay_beta, *kept, slots, view.query_start, view.context_len, parents,
+        _delta_rule, (heads * slices, seqs), qkv, decay_beta, *kept, slots, view.query_start, view.context_len,
         params.rate, params.bias, out, qkv.stride(0), decay_beta.stride(0), params.eps, params.key_dim**-0.5,
         KEY_HEADS=params.num_key_heads, HEADS=heads, KEY_DIM=params.key_dim, VALUE_DIM=params.value_dim,
         RING=memory.ring, MOST_ROWS=memory.most_rows, FOLD=FOLD, BLOCK_V=tile.block_v,
-        BLOCK_R=triton.next_power_of_2(memory.most_rows), num_warps=tile.warps, enable_fp_fusion=False,
+        num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     if view.max_query > memory.most_rows:
         run_chunks(qkv, decay_beta, memory, slots, view, params, out)

@@ -1,13 +1,11 @@
 """The operators around a recurrent layer's delta rule: state slots, the convolution, and the norm and gate after it.
 
-A program of the convolution takes some channels of up to 16 rows of one sequence: all of them, or more than the
-convolution is wide. Rows of the step are read from x, earlier ones from the ring. So only a sequence's first tile reads
-the ring, and it alone writes it, after it has read: no other program of the launch touches that part of the ring. A
-number is made by the same operations wherever its row lies.
+A program of the convolution takes some channels of up to 16 rows of one sequence. Rows of the step are read from x,
+earlier ones from the ring. Only a sequence's first tile reads the ring, and it alone writes it, after it has read.
 
 Launches are shaped by the number of all rows alone, so a program finds its sequence on the device (`find_tile`).
 Sequence s owns the programs from query_start[s] // TILE + EXTRA * s on. Its n rows make at most n // TILE + EXTRA tiles
-(EXTRA 1 where tiles begin at its first row, 2 where they lie anywhere), so it has enough; the rest have no rows.
+(EXTRA 1 where tiles begin at its first row, 2 where they lie anywhere); surplus programs have no rows.
 """
 
 from __future__ import annotations
@@ -57,12 +55,7 @@ def _find_states(
     tl.store(out + s, slot, mask=inside)
 
 
-def find_states(
-    slot_of: Tensor,  # int32 [blocks]: the state slot of the request that writes into the block; -1: nobody does
-    view: AttentionView,
-    block_size: int,
-    out: Tensor,  # int32 [seqs], written: each sequence's slot, -1 where it has no rows
-) -> None:
+def find_states(slot_of: Tensor, view: AttentionView, block_size: int, out: Tensor) -> None:
     seqs, tables = out.shape[0], view.block_tables
     assert tables.stride(1) == 1 and tables.shape[0] == seqs, (tables.shape, tables.stride(), seqs)
     if seqs:
@@ -72,9 +65,9 @@ def find_states(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slots", "query_start", "context_len", "parents", "seqs"])
+@triton.jit(do_not_specialize=["slots", "query_start", "context_len", "seqs"])
 def _causal_conv(
-    x, weight, inputs, slots, query_start, context_len, parents, out, seqs, stride_x,
+    x, weight, inputs, slots, query_start, context_len, out, seqs, stride_x,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -107,10 +100,7 @@ def _causal_conv(
             value = tl.where(before[:, None], kept.to(tl.float32), value)
         factor = tl.load(weight + channel * WIDTH + (WIDTH - 1 - back), mask=channel < CHANNELS, other=0.0)
         total = tl.fma(factor[None, :], value, total)
-        if parents is None:
-            at = at - 1
-        else:
-            at = tl.where(at < 0, at - 1, tl.load(parents + begin + at, mask=real & (at >= 0), other=-1))
+        at = at - 1
     result = total / (1.0 + tl.exp(-total))
     target = out + (begin + row).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None] & is_channel)
@@ -123,14 +113,7 @@ def _causal_conv(
             tl.store(ring + ((first + kept_row) % RING)[:, None] * CHANNELS, given, mask=mask)
 
 
-def causal_conv(
-    x: Tensor,  # [rows, channels]
-    weight: Tensor,  # float32 [channels, width]: the last column meets the row itself
-    memory: RecurrentState,  # its inputs are changed in place
-    slots: Tensor,  # int32 [seqs], from find_states
-    view: AttentionView,
-    parents: Tensor | None = None,  # int32 [rows]: the row before each, from its sequence's first row on; -1: none here
-) -> Tensor:  # [rows, channels]
+def causal_conv(x: Tensor, weight: Tensor, memory: RecurrentState, slots: Tensor, view: AttentionView) -> Tensor:
     (rows, channels), seqs, inputs = x.shape, slots.shape[0], memory.inputs
     assert x.stride(1) == 1 and weight.is_contiguous() and inputs.is_contiguous(), (x.stride(), weight.stride())
     assert weight.shape[1] <= MOST_ROWS and inputs.dtype == x.dtype, (weight.shape, inputs.dtype, x.dtype)
@@ -139,7 +122,7 @@ def causal_conv(
     if rows and seqs:
         run(
             _causal_conv, (count_tiles(rows, seqs, tile, 1), triton.cdiv(channels, BLOCK_C)),
-            x, weight, inputs, slots, view.query_start, view.context_len, parents, out, seqs, x.stride(0),
+            x, weight, inputs, slots, view.query_start, view.context_len, out, seqs, x.stride(0),
             CHANNELS=channels, WIDTH=weight.shape[1], RING=inputs.shape[1],
             ROWS=tile, BLOCK_C=BLOCK_C, BLOCK_S=triton.next_power_of_2(seqs), num_warps=4,
         )  # fmt: skip

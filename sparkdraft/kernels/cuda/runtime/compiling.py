@@ -1,13 +1,9 @@
-"""Compiles kernels on all cores, those of a step before it first runs.
+"""Compiles the kernels of a step on all cores, before the step first runs.
 
-Triton compiles a kernel where it is first launched, and the launch waits: one after the other, each up to a few
-seconds' work of one core, and a model's steps launch fifty. `compile_ahead` captures steps as if they were to be
-captured (graph.py). What torch launches goes into the capture, what Triton launches goes to threads that compile
-it, and the capture is thrown away: nothing runs on the GPU, and nothing is written.
-
-A step must bear that, beyond what a capture asks of it: it has not run before. Tensors that it makes once and keeps
-are device constants (weights/constants.py), which are made outside of the capture. What else it leaves behind on the
-host, the next run must replace. A step that fails here is compiled where it is launched, and `compiled_late` says why.
+Triton compiles a kernel where it is first launched, up to a few seconds each, and a step launches fifty.
+`compile_ahead` captures steps and drops the capture: torch's launches go into the capture, Triton's to threads that
+compile them. Nothing runs on the GPU. Tensors that a step makes once and keeps must be device constants
+(weights/constants.py). A step that fails here is compiled where it is launched, and `compiled_late` says why.
 """
 
 from __future__ import annotations
@@ -34,10 +30,8 @@ _broken: list[torch.cuda.CUDAGraph] = []  # graphs of failed captures, which tor
 
 @contextmanager
 def only_compiling() -> Iterator[None]:
-    """Kernels that this thread launches within are not run but compiled, by as many threads as there are cores. When
-    the block has ended, all of them are compiled and loaded. One that does not compile fails again where it is
-    launched, and says why there. What torch launches within does run, unless it is captured, on tensors that no kernel
-    has written."""
+    """Kernels that this thread launches within are compiled, not run, by as many threads as there are cores. One that
+    does not compile fails again where it is launched. What torch launches does run, unless it is captured."""
     from triton.runtime._async_compile import AsyncCompileMode, active_mode  # not public: a start can do without it
 
     launcher, seen, own = KernelInterface.__getitem__, set[object](), threading.get_ident()
@@ -64,9 +58,8 @@ def only_compiling() -> Iterator[None]:
 
 
 def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
-    """Compile what these functions launch, the one that takes the most memory first. Each must be one that can be
-    recorded; nothing of it is computed. What goes wrong is noted, and the steps compile when they run. A lack of memory
-    is not: other steps may need less."""
+    """Compiles what these functions launch, the one that takes the most memory first. A failure is noted, and the steps
+    compile when they run; after a lack of memory other steps are still tried."""
     if compiled_late:
         return
     broke: Exception | None = None  # of the step; ending its capture may fail too, and says less
@@ -87,11 +80,10 @@ def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
 
 @contextmanager
 def _thrown_away() -> Iterator[None]:
-    """What is launched within is captured, and the capture is dropped, with its memory.
+    """Captures what is launched within, and drops the capture with its memory.
 
-    It may do what only a first run does, as to load a library: hence "relaxed". Its memory is no graph's, so that
-    a failure does not touch theirs. The workspace that cuBLAS asks for on its stream stays: torch holds it, and
-    recordings, which are made on the same stream, read and write it.
+    "relaxed", because a first run may load a library. The workspace of cuBLAS on its stream stays: torch holds it, and
+    graphs captured on the same stream use it.
     """
     device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # one that is not made ready for being launched
@@ -133,7 +125,7 @@ def _kind(value: object) -> object:
 
 
 def _load(kernel: Any) -> None:
-    """Build what launches the kernel, by a C compiler, and load it."""
+    """Builds what launches the kernel, by a C compiler, and loads it."""
     try:
         kernel._init_handles()
     except triton.OutOfResources:

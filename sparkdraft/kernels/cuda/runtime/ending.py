@@ -1,16 +1,12 @@
-"""What the last program of a group does for all of them, in the same launch: a counter says who it is.
+"""What the last program of a group does for all of them, in the same launch.
 
-    each program     stores what it has made, then counts itself
-    the last         finds that all others have: it reads what they stored, and sets the counter back
+Each program stores its result and counts itself; the last one finds that all others have, reads what they stored, and
+sets the counter back to 0. The launches of a stream share their counters. Captured graphs hold the counters' address
+and replay on that stream too; two streams at a time would need counters for each.
 
-A counter is 0 before a launch and after it. The launches of a stream share their counters, one after the other: a
-kernel that overlaps its predecessor (pdl.py) touches none before that has ended. Recordings hold their address and are
-replayed on that stream too; target and drafter run on one. Whoever launches these kernels on two streams at a time
-needs counters for each. A launch that is refused has counted nothing, and a kernel that dies takes its context along.
-
-Sums are written out as halves of halves here, because that of `tl.sum` follows a layout, which differs between kernels.
-For the same reason a product that is summed is rounded first (`square`), or is an fma by name: left to itself, the
-compiler joins a product and a sum into an fma in one kernel and not in the next.
+Sums are written out as halves of halves, because the order of `tl.sum` follows a layout, which differs between kernels.
+For the same reason a product that is summed is rounded first (`square`), or is an fma by name: the compiler fuses a
+product and a sum in one kernel and not in the next.
 """
 
 from __future__ import annotations
@@ -32,10 +28,8 @@ def counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def is_last(counter, count):
-    """Whether this is the last of a group's 'count' programs to come here: it sees all that the others have stored.
-
-    It must read that past the L1 (".cg").
-    """
+    """Whether this is the last of 'count' programs to come here. It must read what others stored past the L1
+    (".cg")."""
     tl.debug_barrier()  # all threads of the program have stored before one of them says so
     ended = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     last = ended == count - 1
@@ -46,7 +40,7 @@ def is_last(counter, count):
 
 @triton.jit
 def square(value):
-    """value * value, rounded: an fma that adds 0 is not joined with another sum."""
+    """value * value, rounded: an fma that adds 0 is not fused with another sum."""
     return tl.fma(value, value, 0.0)
 
 

@@ -1,8 +1,4 @@
-"""What these kernels can say of the GPU they run on: whether their tiles were measured there, and how they launch.
-
-Tiles are those that launches look up: each module of kernels lists the keys (`tile_keys`), and its launches use the
-same.
-"""
+"""Facts about the GPU: whether the tiles of a model were measured on it, and how kernels are launched."""
 
 from __future__ import annotations
 

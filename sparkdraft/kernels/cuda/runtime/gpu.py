@@ -1,4 +1,4 @@
-"""What shapes a launch on a GPU: how many SMs it has, its shared memory, and its tensor core instruction."""
+"""What shapes a launch on a GPU: its SMs, its shared memory, and its tensor core instruction."""
 
 from __future__ import annotations
 
@@ -25,18 +25,15 @@ class Gpu:
         return self.major in ROOMY_MAJORS
 
     @property
-    def shared(self) -> int:
-        """Bytes of shared memory that a program may take."""
+    def shared(self) -> int:  # bytes that a program may take
         return (227 if self.roomy else 99) << 10
 
     @property
-    def wgmma(self) -> bool:
-        """Whether its tensor cores read shared memory by wgmma; no other GPU's do."""
+    def wgmma(self) -> bool:  # tensor cores read shared memory
         return self.major == 9
 
     @property
-    def tcgen05(self) -> bool:
-        """Whether its tensor cores have a memory of their own, which Triton uses from 64 lines and 16 columns on."""
+    def tcgen05(self) -> bool:  # tensor cores have a memory of their own, from 64 lines and 16 columns on
         return self.major == 10
 
 
@@ -45,7 +42,7 @@ INTERPRETED = Gpu(0, 0, 8)  # small, so that few rows still make several program
 
 @lru_cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Under Triton's interpreter (CPU tensors): INTERPRETED."""
+    """INTERPRETED under Triton's interpreter (CPU tensors)."""
     if device.type != "cuda":
         return INTERPRETED
     found = torch.cuda.get_device_properties(device)

@@ -1,9 +1,5 @@
-"""A function's launches as a CUDA graph: captured once, replayed by one launch.
-
-Inputs must live at fixed addresses and lengths be read on the device, as they are in all of these kernels. All
-graphs take their memory from one pool: what lies between their inputs and outputs is dead when a replay has ended,
-and replays follow each other.
-"""
+"""A function's launches as a CUDA graph. All graphs share one pool of memory: what lies between their inputs and
+outputs is dead when a replay has ended, and replays follow each other."""
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ class Graph:
     RUN_FIRST: ClassVar = True
 
     def __init__(self, run: Callable[[], Tensor], beside: Graph | None = None) -> None:
-        """run: has run before, which compiled and loaded what a capture may not. Nothing is computed: 'output' is
-        filled by `replay`.
-
-        beside: an earlier graph of the same owner; here all share their memory, whoever owns them.
-        """
+        """'run' has run before, which loaded its kernels. 'output' is filled by `replay`."""
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         other = next(iter(_living), None)
@@ -48,6 +40,5 @@ class Graph:
         _living.add(self)
 
     def replay(self) -> Tensor:
-        """The same launches on what the inputs hold now; returns the same tensor, filled anew."""
         self._graph.replay()
         return self.output

@@ -1,12 +1,9 @@
-"""Programmatic dependent launch: a kernel is set up while its predecessor still runs, and then waits for it.
+"""Programmatic dependent launch: a kernel is set up while its predecessor still runs, which saves half a microsecond.
 
-That saves the time between two kernels, half a microsecond of each. A kernel calls `enter` before it touches anything
-that another kernel writes or reads; it returns when the predecessor has ended and its writes are seen. A predecessor
-has ended only after it waited for its own, so the order of a stream holds as long as every kernel that is launched with
-`options` enters so, on all its paths.
-
-Letting the successor in earlier than its predecessor's last program is slower on an H200: its programs then gather on
-whichever SMs are free first, and fetching weights ahead takes the bandwidth that the predecessor still needs.
+A kernel calls `enter` before it touches anything that another kernel writes or reads; it returns when the predecessor
+has ended. Since that one waited for its own predecessor, the order of a stream holds as long as every kernel that is
+launched with `options` enters on all its paths. Letting the successor in earlier is slower on an H200: its programs
+gather on few SMs, and take bandwidth that the predecessor needs.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ ENABLED = True  # tests compare with kernels launched one after the other
 
 @triton.jit
 def enter(PDL: tl.constexpr):
-    """Wait for the kernel before: the first line of a kernel, but for loads of weights."""
+    """Waits for the kernel before: the first line of a kernel, but for loads of weights."""
     if PDL:
         gdc_wait()
 

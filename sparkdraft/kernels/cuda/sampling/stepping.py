@@ -1,9 +1,5 @@
-"""The bookkeeping of a decode step on the device: which drafts are verified, where rows stand, and what became of them.
-
-A step takes a handful of integers per lane (engine/lanes.py): one program takes one lane, so that what torch does in
-some eighty launches is two before the model and one after it. Meaning and names are those of
-kernels/reference/stepping.py; what a lane is, and which request has it, is left to the engine.
-"""
+"""The bookkeeping of a decode step on the device: kernels/reference/stepping.py in two launches before the model and
+one after it, where torch makes some eighty. A program takes one sequence. No time passes in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,31 +24,26 @@ def _cut_drafts(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    lane = tl.program_id(0)
+    seq = tl.program_id(0)
     number = tl.arange(0, BLOCK)  # of drafts: the n-th draft is read in column n, and column 0 has none
     is_draft = (number > 0) & (number <= DEPTH)
-    gap = tl.load(gaps + lane.to(tl.int64) * stride_gaps + number - 1, mask=is_draft, other=0.0)
+    gap = tl.load(gaps + seq.to(tl.int64) * stride_gaps + number - 1, mask=is_draft, other=0.0)
     gap = tl.where(gap == gap, tl.minimum(tl.maximum(gap, -_WIDEST), _WIDEST), -_WIDEST)
-    fit = fits + tl.where(tl.load(temperature + lane) > 0, stride_fits, 0)
+    fit = fits + tl.where(tl.load(temperature + seq) > 0, stride_fits, 0)
     own = tl.load(fit + 1 + number, mask=is_draft, other=0.0)
     score = tl.load(fit) * gap + tl.load(fit + 1) + own
-    share = tl.load(fair + lane)
+    share = tl.load(fair + seq)
     chance = tl.minimum(share / (1.0 + tl.exp(-score)), _MOST_SURE)
     survival = tl.cumprod(tl.where(number > 0, chance, 1.0), 0)
     tokens = tl.cumsum(tl.where(number <= DEPTH, survival, 0.0), 0)
-    allowed = tl.load(most + lane)
+    allowed = tl.load(most + seq)
     gain = tokens - tl.load(worth + number, mask=number <= DEPTH, other=0.0)
     gain = tl.where((number <= DEPTH) & (number <= allowed), gain, float("-inf"))
     best = tl.min(tl.where(gain == tl.max(gain, 0), number, BLOCK), 0)
-    tl.store(out + lane, tl.where(share < 0, allowed, best))
+    tl.store(out + seq, tl.where(share < 0, allowed, best))
 
 
-def cut_drafts(
-    gaps: Tensor,  # float32 [seqs, depth]: how sure the drafter is of each draft
-    most: Tensor,  # int32 [seqs]: drafts of a lane that may be verified
-    temperature: Tensor,  # float32 [seqs]; 0: greedy text
-    terms: CutTerms,
-) -> Tensor:  # int32 [seqs]: drafts of a lane that are verified
+def cut_drafts(gaps: Tensor, most: Tensor, temperature: Tensor, terms: CutTerms) -> Tensor:
     seqs, depth = gaps.shape
     assert all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in (gaps, temperature, *terms)), terms
     assert len(most) == len(temperature) == len(terms.fair) == seqs and most.is_contiguous(), (seqs, most.shape)
@@ -72,21 +63,21 @@ def _make_rows(
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    lane = tl.program_id(0)
+    seq = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    written = tl.load(length + lane)
+    written = tl.load(length + seq)
     place = tl.maximum(written - 1 + column, 0)
     position = place
     if FIRST:
-        position = tl.load(first_position + lane) + column
-    slot = _slot(tables + lane.to(tl.int64) * stride_table, place, inside & (written > 0), num_blocks, BLOCK_SIZE)
+        position = tl.load(first_position + seq) + column
+    slot = _slot(tables + seq.to(tl.int64) * stride_table, place, inside & (written > 0), num_blocks, BLOCK_SIZE)
     rest = tl.full([BLOCK], 0, tl.int32) + fill
-    target = lane * WIDTH + column
-    tl.store(ids + target, tl.where(column == 0, tl.load(token + lane), rest), mask=inside)
+    target = seq * WIDTH + column
+    tl.store(ids + target, tl.where(column == 0, tl.load(token + seq), rest), mask=inside)
     tl.store(positions + target, position, mask=inside)
     tl.store(slots + target, slot, mask=inside)
-    tl.store(context_len + lane, tl.where(written > 0, written - 1 + WIDTH, 0))
+    tl.store(context_len + seq, tl.where(written > 0, written - 1 + WIDTH, 0))
 
 
 @triton.jit
@@ -97,14 +88,8 @@ def _slot(table, place, wanted, num_blocks, BLOCK_SIZE: tl.constexpr):
 
 
 def make_rows(
-    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
-    tables: Tensor,  # int32 [seqs, max_blocks]
-    token: Tensor,  # int32 [seqs]: the last committed id
-    width: int,
-    block_size: int,
-    fill: int,
-    first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
+    length: Tensor, tables: Tensor, token: Tensor, width: int, block_size: int, fill: int, first: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     seqs, device = length.shape[0], length.device
     assert tables.shape[0] == token.shape[0] == seqs and tables.stride(1) == 1, (tables.shape, token.shape)
     ids, positions, slots = (torch.empty((seqs * width,), dtype=torch.int32, device=device) for _ in range(3))
@@ -120,51 +105,45 @@ def make_rows(
 
 @triton.jit(do_not_specialize=["length", "token", "drafts", "kept", "stamp", "stride_drafts", "num_blocks", "seqs"])
 def _pack_rows(
-    length, tables, token, drafts, kept, stamp, ids, positions, slots, lanes, context_len, query_start, places,
+    length, tables, token, drafts, kept, stamp, ids, positions, slots, seq_of, context_len, query_start, places,
     stride_table, stride_drafts, num_blocks, seqs,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
     TIMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One lane: every program counts the rows of all lanes."""
+    """One sequence: every program counts the rows of all."""
     enter(PDL)
-    lane = tl.program_id(0)
+    seq = tl.program_id(0)
     each = tl.arange(0, BLOCK_S)
     theirs = tl.minimum(tl.load(kept + each, mask=each < seqs, other=0), WIDTH - 1) + 1
     theirs = tl.where(tl.load(length + each, mask=each < seqs, other=0) > 0, theirs, 0)
-    total, start = tl.sum(theirs, 0), tl.sum(tl.where(each < lane, theirs, 0), 0)
-    rows = tl.sum(tl.where(each == lane, theirs, 0), 0)
+    total, start = tl.sum(theirs, 0), tl.sum(tl.where(each < seq, theirs, 0), 0)
+    rows = tl.sum(tl.where(each == seq, theirs, 0), 0)
 
     column = tl.arange(0, BLOCK)
     inside, live = column < WIDTH, column < rows
-    target = tl.where(live, start + column, total + lane * WIDTH - start + column - rows)
-    written = tl.load(length + lane)
+    target = tl.where(live, start + column, total + seq * WIDTH - start + column - rows)
+    written = tl.load(length + seq)
     place = tl.maximum(written - 1 + column, 0)
-    slot = _slot(tables + lane.to(tl.int64) * stride_table, place, live, num_blocks, BLOCK_SIZE)
-    value = tl.zeros([BLOCK], tl.int32) + tl.load(token + lane)
+    slot = _slot(tables + seq.to(tl.int64) * stride_table, place, live, num_blocks, BLOCK_SIZE)
+    value = tl.zeros([BLOCK], tl.int32) + tl.load(token + seq)
     if WIDTH > 1:
-        draft = tl.load(drafts + lane.to(tl.int64) * stride_drafts + column - 1, mask=inside & (column > 0), other=0)
+        draft = tl.load(drafts + seq.to(tl.int64) * stride_drafts + column - 1, mask=inside & (column > 0), other=0)
         value = tl.where(column == 0, value, draft.to(tl.int32))
     tl.store(ids + target, tl.where(live, value, 0), mask=inside)
     tl.store(positions + target, tl.where(live, place, 0), mask=inside)
     tl.store(slots + target, slot, mask=inside)
-    tl.store(lanes + target, tl.zeros([BLOCK], tl.int32) + lane, mask=inside)
-    tl.store(places + lane * WIDTH + column, target, mask=inside)
-    tl.store(context_len + lane, tl.where(written > 0, written - 1 + rows, 0))
-    tl.store(query_start + lane, start)
-    if lane == seqs - 1:
+    tl.store(seq_of + target, tl.zeros([BLOCK], tl.int32) + seq, mask=inside)
+    tl.store(places + seq * WIDTH + column, target, mask=inside)
+    tl.store(context_len + seq, tl.where(written > 0, written - 1 + rows, 0))
+    tl.store(query_start + seq, start)
+    if seq == seqs - 1:
         tl.store(query_start + seqs, total)
         if TIMED:
             tl.store(stamp, globaltimer())
 
 
 def pack_rows(
-    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
-    tables: Tensor,  # int32 [seqs, max_blocks]
-    token: Tensor,  # int32 [seqs]: the last committed id
-    drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
-    kept: Tensor,  # int32 [seqs]: drafts of a lane that are verified, at most 'depth'
-    block_size: int,
-    stamp: Tensor,  # int64 [1], written: the time in nanoseconds; not in Triton's interpreter
+    length: Tensor, tables: Tensor, token: Tensor, drafts: Tensor | None, kept: Tensor, block_size: int, stamp: Tensor
 ) -> PackedRows:
     seqs, device, width = length.shape[0], length.device, 1 if drafts is None else 1 + drafts.shape[1]
     assert tables.shape[0] == seqs and tables.stride(1) == 1, (tables.shape, seqs)
@@ -174,8 +153,8 @@ def pack_rows(
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    ids, positions, slots, lanes = (integers(seqs * width) for _ in range(4))
-    rows = PackedRows(ids, positions, slots, lanes, integers(seqs), integers(seqs + 1), integers(seqs, width))
+    ids, positions, slots, seq_of = (integers(seqs * width) for _ in range(4))
+    rows = PackedRows(ids, positions, slots, seq_of, integers(seqs), integers(seqs + 1), integers(seqs, width))
     if not seqs:
         rows.query_start.zero_()
         return rows
@@ -194,26 +173,26 @@ def _accept_drafts(
     DEPTH: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    lane = tl.program_id(0)
+    seq = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column <= DEPTH
-    place = tl.load(places + lane * (DEPTH + 1) + column, mask=inside, other=0)
+    place = tl.load(places + seq * (DEPTH + 1) + column, mask=inside, other=0)
     sample = tl.load(samples + place, mask=inside, other=0).to(tl.int32)
     if GIVEN:
-        count = tl.load(accepted + lane).to(tl.int32)
+        count = tl.load(accepted + seq).to(tl.int32)
     elif DEPTH > 0:
         is_draft = column < DEPTH
-        draft = tl.load(drafts + lane.to(tl.int64) * stride_drafts + column, mask=is_draft, other=0).to(tl.int32)
+        draft = tl.load(drafts + seq.to(tl.int64) * stride_drafts + column, mask=is_draft, other=0).to(tl.int32)
         count = tl.min(tl.where(is_draft & (draft != sample), column, DEPTH), 0)  # the first that is not the sample
     else:
         count = 0
-    verified = tl.minimum(tl.load(kept + lane), DEPTH)
+    verified = tl.minimum(tl.load(kept + seq), DEPTH)
     count = tl.minimum(count, verified)
-    written = tl.load(length + lane)
+    written = tl.load(length + seq)
     alive = written > 0
     slot = tl.load(slots + place, mask=inside, other=-1)
     tl.store(kept_slots + place, tl.where(column <= count, slot, -1), mask=inside)
-    said = result + lane * (DEPTH + 4)
+    said = result + seq * (DEPTH + 4)
     tl.store(said + column, sample, mask=inside)
     tl.store(said + DEPTH + 1, count)
     tl.store(said + DEPTH + 2, verified)
@@ -221,24 +200,23 @@ def _accept_drafts(
     if TIMED:
         passed = tl.minimum(globaltimer() - tl.load(stamp), _MOST_NANOSECONDS)
     tl.store(said + DEPTH + 3, passed.to(tl.int32))
-    tl.store(token + lane, tl.sum(tl.where(column == count, sample, 0), 0))
-    tl.store(length + lane, tl.where(alive, written + count + 1, written))
+    tl.store(token + seq, tl.sum(tl.where(column == count, sample, 0), 0))
+    tl.store(length + seq, tl.where(alive, written + count + 1, written))
     if DEPTH > 0:
-        tl.store(observed + lane, tl.where(alive, written + count, 0))
+        tl.store(observed + seq, tl.where(alive, written + count, 0))
 
 
 def accept_drafts(
-    drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
-    samples: Tensor,  # integers [seqs * (depth + 1)]: the target's own in each row
-    kept: Tensor,  # int32 [seqs]: drafts of a lane that were verified, as `pack_rows` was told
-    length: Tensor,  # int32 [seqs], changed in place, as are the next two
+    drafts: Tensor | None,
+    samples: Tensor,
+    kept: Tensor,
+    length: Tensor,
     token: Tensor,
-    observed: Tensor,  # positions that the drafter has seen
+    observed: Tensor,
     rows: PackedRows,
-    stamp: Tensor,  # int64 [1], from `pack_rows`
-    accepted: Tensor | None = None,  # integers [seqs]: how many drafts stand, where that is not what the samples say
-) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 4], int32 [seqs * (depth + 1)]
-    """In Triton's interpreter no time passes."""
+    stamp: Tensor,
+    accepted: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     seqs, depth, device = rows.places.shape[0], rows.places.shape[1] - 1, samples.device
     assert samples.shape == rows.slots.shape and samples.is_contiguous(), (samples.shape, rows.slots.shape)
     assert not depth or (drafts is not None and drafts.shape == (seqs, depth) and drafts.stride(1) == 1), drafts

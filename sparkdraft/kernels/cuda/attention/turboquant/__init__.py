@@ -1,13 +1,12 @@
-"""The compressed KV cache on the GPU: vectors are coded as they are written, and attended to without being decoded.
+"""The TurboQuant cache on the GPU: vectors are coded as they are written, and attended to without being decoded.
 
-Codes and uncoded rows both lie in rotated space (kernels/turboquant/store.py). So queries are rotated, where keys and
-values are written, and not the keys; a key's scale multiplies its finished score, a value's scale its weight, and the
-sum is rotated back once. Which blocks have a page, and what a centre is, is left to the caller.
+Codes and uncoded tokens both lie in rotated space (kernels/turboquant/store.py), so queries are rotated and keys are
+not; a key's scale multiplies its score, a value's scale its weight, and the sum is rotated back once.
 
     write.py        queries rotated in place, keys and values coded and packed, after their norms and RoPE
     levels.py       packed codes to levels, as PTX
-    attention.py    the kernel; one_warp.py and four_warps.py go through codes and uncoded rows, tiles.py is theirs both
-    join.py         parts joined, and rotated back
+    attention.py    the kernel; one_warp.py and four_warps.py go through codes and uncoded tokens, with tiles.py
+    rotation.py     the rotation, and parts joined and rotated back
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from torch import Tensor
 
 from sparkdraft.kernels.cuda.attention.paged import MOST_SPLITS, SCRATCH_BYTES, _choose_splits
 from sparkdraft.kernels.cuda.attention.turboquant.attention import attend
-from sparkdraft.kernels.cuda.attention.turboquant.join import join, turn_back
 from sparkdraft.kernels.cuda.attention.turboquant.levels import as_they_lie, in_pairs
-from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
+from sparkdraft.kernels.cuda.attention.turboquant.rotation import join, signs, turn_back
 from sparkdraft.kernels.cuda.attention.turboquant.write import write
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
@@ -100,22 +98,11 @@ def _write(
     )  # fmt: skip
 
 
-def tq_write(
-    layer: CodedLayer,
-    k: Tensor,  # [rows, kv_heads, dim], a strided view of qkv
-    v: Tensor,
-    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
-    q: Tensor | None = None,  # [rows, heads, dim]: rotated in place, in float16 where it is of bfloat16
-) -> None:
+def tq_write(layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, q: Tensor | None = None) -> None:
     _write(layer, k, v, slots, q)
 
 
-def tq_rope_write(
-    layer: CodedLayer,
-    qkv: Tensor,  # [rows, projected heads * dim]; the queries are changed in place, the rest is left alone
-    args: RopeArgs,
-    slots: Tensor,
-) -> None:
+def tq_rope_write(layer: CodedLayer, qkv: Tensor, args: RopeArgs, slots: Tensor) -> None:
     positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, values = args
     assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
     heads = qkv.view(qkv.shape[0], args.projected_heads, -1)
@@ -133,8 +120,8 @@ class Launch:
 
 
 def _at_once(warps: int, layout: RecordLayout, gpu: Gpu) -> int:
-    """Programs that an SM runs at once, as registers and shared memory let it: two tiles of codes have one warp, and
-    four also the query, and levels of keys and values, which take turns where they are long."""
+    """Programs that an SM runs at once by registers and shared memory: two tiles of codes, and with four warps the
+    query, and levels of keys and values, which take turns where they are long."""
     shared = 2 * BLOCK_N * sum(layout.planes)
     if warps == 4:
         shared += (3 if layout.dim < 256 else 2) * BLOCK_N * layout.dim * 2
@@ -147,10 +134,8 @@ def _launch(
     rows: int, seqs: int, heads: int, kv_heads: int, layout: RecordLayout,
     max_query: int, same_bits_up_to: int, keys: int, gpu: Gpu,
 ) -> Launch:  # fmt: skip
-    """How to cut the work, from host integers alone: into as many programs as run at once.
-
-    All with max_query <= same_bits_up_to get the same splits.
-    """
+    """How to cut the work, from host integers alone: into as many programs as run at once. All with max_query <=
+    same_bits_up_to get the same splits."""
     group, alike = heads // kv_heads, max_query <= same_bits_up_to
     widest = same_bits_up_to if alike else max_query
     warps, like_warps = (1 if rows * group <= FEW_LANES else 4 for rows in (max_query, widest))
@@ -166,13 +151,8 @@ def _launch(
 
 
 def tq_attention(
-    layer: CodedLayer,
-    q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
-    view: AttentionView,
-    params: AttentionParams,
-    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence give a row the same bits
-) -> Tensor:  # [rows, heads * dim]; rows past query_start[-1] are left unwritten
-    """Causal attention: a row takes the first and its most recent keys from pages, all others by their codes."""
+    layer: CodedLayer, q: Tensor, view: AttentionView, params: AttentionParams, same_bits_up_to: int = 0
+) -> Tensor:
     _check(layer)
     assert params.causal, "only drafters look ahead, and they keep an exact cache"
     assert params.sinks is None or layer.centre is None, "a centre shifts all scores, and would have to shift sinks"

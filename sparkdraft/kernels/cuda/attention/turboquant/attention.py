@@ -1,17 +1,16 @@
-"""Attention over codes and uncoded rows: decode rows, drafted blocks and prompt chunks.
+"""Attention over codes and uncoded tokens. Written in Gluon, Triton's language with layouts.
 
-Codes come from memory a tile or two ahead of their use, and become levels in registers: a sum does not mind its order,
-so columns are taken as the bytes happen to lie, and the query follows. Programs of one warp have 8 lanes (rows x
-grouped heads), those of four 64. Written in Gluon, Triton's language with layouts.
+Codes come from memory a tile or two ahead of their use, and become levels in registers. A sum does not mind its order,
+so columns are taken as the bytes lie, and the query follows. Programs of one warp have 8 lanes (rows x grouped heads),
+those of four 64.
 
     keys of a row at p     | first |............ coded ............| recent .. p |     its own border, whatever its tile
     shares of its keys     64 coded ones are a tile, and 16 uncoded ones: of both, tile t goes to share t % S
 
-Queries come rotated, and results leave so (join.py takes them back). A row's bits depend on its own query and keys
-alone, as attention.py beside this folder has it: tiles are counted from the first key, keys that a row does not see add
-exact zeros, one warp and four do the same in the same order, and launches of up to same_bits_up_to rows are split
-alike.
-Products are not fused with sums: a score is rounded alike with and without a mask.
+Queries come rotated, and results leave rotated (`join` takes them back). A row's bits depend on its own query and keys
+alone: tiles are counted from the first key, unseen keys add exact zeros, one warp and four do the same in the same
+order, and launches of up to same_bits_up_to rows are split alike. Products are not fused with sums, so that a score is
+rounded alike with and without a mask.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _lanes(W: int, HOPPER: bool) -> gl.SliceLayout:
 
 @gluon.jit
 def _add_up(total, W: gl.constexpr):
-    """Of 8 parts of each lane, in one order for all: the last four to the first, the last two, the last."""
+    """Sums 8 parts of each lane in one order: the last four to the first, the last two, the last."""
     x = gl.reshape(gl.permute(total, (1, 0)) if W == 4 else total, [2, 2, 2, 8 if W == 1 else 64])
     return gl.sum(gl.sum(gl.sum(x, 0), 0), 0)
 

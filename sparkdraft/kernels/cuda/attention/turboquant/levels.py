@@ -1,7 +1,7 @@
-"""PTX that takes packed codes to the float16 levels they stand for, by PRMT: it looks four nibbles up in eight bytes.
+"""PTX that turns packed codes into float16 levels by PRMT, which looks four nibbles up in eight bytes.
 
-That is about two integer instructions a coordinate, against four and a gather for a table in memory, or fifteen for a
-tree of selects; an H200 has about three a coordinate while the codes come from memory, so this decides the speed.
+That is about two integer instructions a coordinate, against four and a gather for a table in memory. An H200 has about
+three a coordinate while the codes come from memory, so this decides the speed.
 
     a byte of a plane      codes of columns that lie a stretch apart: two of 4 bits, four of 2; a byte of the plane of
                            high bits serves columns an eighth apart and is shifted down to this stretch's
@@ -24,7 +24,7 @@ AS_THEY_LIE, IN_PAIRS = (0x6240, 0x7351), (0x5140, 0x7362)  # orders of PRMT tha
 
 @triton.constexpr_function
 def num_stretches(levels: tuple[float, ...]) -> int:
-    """Columns that share a byte of the low plane; for kernels and for the host."""
+    """Columns that share a byte of the low plane."""
     return 8 // PLANES[len(levels).bit_length() - 1][0]
 
 
@@ -74,10 +74,8 @@ def _spread(ptx: _Ptx, word: str) -> list[str]:
 
 
 def _float16(ptx: _Ptx, index: str, positive: str | None, levels: list[float], orders: tuple[int, int]) -> list[str]:
-    """Of the low half of the nibbles the two registers of 'orders', then of the high half.
-
-    index: nibbles that number the levels; positive: nibbles whose highest bit is clear where a level is negated.
-    """
+    """The two registers of 'orders' for the low half of the nibbles, then for the high half. index: nibbles that number
+    the levels; positive: nibbles whose highest bit is clear where a level is negated."""
     bits = np.array(levels, np.float16).view(np.uint16)
     small = ptx("and", index, _each(7)) if len(bits) > 8 else index
     upper = _spread(ptx, index) if len(bits) > 8 else []
@@ -117,8 +115,8 @@ def _table(levels: tuple[float, ...]) -> list[float]:
 
 @lru_cache
 def as_they_lie(levels: tuple[float, ...]) -> str:
-    """Inputs: bytes of the low plane; where there is one, of the high plane, and a byte that it is shifted down by,
-    once in four. Outputs: float16, a tensor a stretch."""
+    """Inputs: bytes of the low plane; of the high plane if there is one, and a byte that it is shifted down by, once in
+    four. Outputs: float16, a tensor a stretch."""
     ptx, table = _Ptx(), _table(levels)
     count = num_stretches(levels)
     low, high = f"${2 * count}", None
@@ -134,8 +132,8 @@ def as_they_lie(levels: tuple[float, ...]) -> str:
 
 @lru_cache
 def in_pairs(levels: tuple[float, ...]) -> str:
-    """Inputs: bytes of the low plane of even keys and of odd ones; of the high plane of both, and their shift.
-    Outputs: float16, two tensors a stretch: of the first two bytes and of the last two."""
+    """Inputs: bytes of the low plane of even keys and of odd ones; of the high plane of both, and their shift. Outputs:
+    float16, two tensors a stretch: of the first two bytes and of the last two."""
     ptx, bits, table = _Ptx(), len(levels).bit_length() - 1, _table(levels)
     count, mask = num_stretches(levels), 0x0F0F0F0F
     width = 8 // count

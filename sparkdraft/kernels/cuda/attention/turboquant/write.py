@@ -1,8 +1,8 @@
-"""Writing to the compressed cache: vectors are rotated, coded and packed as they come, and queries are rotated too.
+"""Writing to the compressed cache: vectors are normed, turned by RoPE, rotated, coded and packed; queries are rotated
+too.
 
-One program a row and head of queries, keys or values; norms and RoPE, where they are still to do, are done on the way.
-Codes depend on the vector alone, and are those of kernels/turboquant/vectors.py but for coordinates that lie on a
-border between two levels to the last bit.
+A program takes one row and one head of queries, keys or values. Codes are those of kernels/turboquant/vectors.py, but
+for coordinates on the border between two levels to the last bit.
 """
 
 from __future__ import annotations

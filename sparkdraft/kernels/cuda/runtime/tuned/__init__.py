@@ -1,18 +1,16 @@
-"""Which tile a kernel runs with, as data: JSON files beside this one, and the user's own in the cache folder.
+"""Which tile a kernel runs with: JSON files beside this one, and the user's own in the cache folder.
 
-A file holds {kernel: {format: {shape: tile}}}, where a tile is the list of integers that the kernel's own `Tile` takes,
-and "attention_decode" has a list of tiles, in order of their rows. Files are laid over each other, the last wins:
+A file holds {kernel: {format: {shape: tile}}}, where a tile is the list of integers that the kernel's `Tile` takes, and
+"attention_decode" has a list of tiles, in order of their rows. The last file wins:
 
     fits_99kb.json, fits_227kb.json    chosen to fit the shared memory of a program; measured nowhere
     sm_90.json                         measured on GPUs of that compute capability
     <cache folder>/tuned/sm_90.json    measured on this machine, by `sparkdraft tune` or tools/cuda_*.py --tune
 
 The shape of a recurrent layer is its key and value dimensions, for prompts after its number of value heads. The shape
-of experts ends in the pairs of a block, or, of few rows ("experts_few_gate_up", "experts_few_down" and
-"experts_row_down"), in a row's choices, that of "wide_rows" in the rows of a block. A format is the floats' bits, or
-the name of a layout of codes (weights/plane_layout.py).
-
-A shape that no file has is left to the kernel's own rule. The files are read once per process.
+of experts ends in the pairs of a block, or, of few tokens, in a token's choices; that of "wide_rows" in the rows of a
+block. A format is the floats' bits, or the name of a layout of codes (weights/plane_layout.py). A shape that no file
+has is left to the kernel's own rule.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Shape = tuple[int, ...]
 
 
 class Key(NamedTuple):
-    """What a launch looks a tile up by. Each module of kernels lists those that a model's launches have."""
+    """What a launch looks a tile up by."""
 
     kernel: str
     form: str
@@ -56,36 +54,33 @@ def user_file(gpu: Gpu) -> Path:
 
 @lru_cache
 def measured(gpu: Gpu) -> Tables:
-    """Tiles that were measured on such a GPU, the user's own before the package's."""
+    """Tiles measured on such a GPU; the user's own win."""
     return _laid_over(files(__name__) / f"{gpu.name}.json", user_file(gpu))
 
 
 @lru_cache
 def tables(gpu: Gpu) -> Tables:
-    """All tiles for a GPU, measured or not."""
     rooms = ["fits_99kb.json", *["fits_227kb.json"] * gpu.roomy]
     return _merged(_laid_over(*(files(__name__) / room for room in rooms)), measured(gpu))
 
 
 def find(gpu: Gpu, key: Key) -> Any:
-    """The tile of a launch, or None: the kernel's own rule. All launches ask here."""
+    """The tile of a launch, or None: the kernel's own rule."""
     return tables(gpu).get((key.kernel, key.form), {}).get(key.shape)
 
 
 def is_measured(gpu: Gpu, key: Key) -> bool:
-    """Whether `find` returns a tile that was measured on such a GPU."""
     return key.shape in measured(gpu).get((key.kernel, key.form), {})
 
 
 def save(path: Path, found: Tables) -> None:
-    """Lay new tiles over those of a file, which need not exist yet."""
+    """Adds tiles to a file, which need not exist yet."""
     merged = _merged(_laid_over(path), found)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(merged) + "\n", encoding="utf-8")
 
 
 def text(tables: Tables) -> str:
-    """As a file holds them."""
     content: dict[str, dict[str, dict[str, Any]]] = {}
     for (kernel, form), tiles in sorted(tables.items()):
         by_shape = {"x".join(map(str, shape)): tile for shape, tile in tiles.items()}
@@ -125,7 +120,7 @@ def _shape(text: str) -> Shape:
 
 
 def _tile(kernel: str, tile: Any) -> Any:
-    """Checked here, so that a slip in a file is named, and not met at the first launch."""
+    """Checked here, so that an error in a file is named."""
     if kernel not in NUMBERS:
         raise ValueError(f"there is no kernel {kernel}")
     for each in tile if kernel in LISTS else [tile]:

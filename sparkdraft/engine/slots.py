@@ -49,7 +49,7 @@ class StepKind(NamedTuple):
     edits: bool = False  # whether any lane asks for penalties, biases or a least length
 
 
-class Lanes:
+class Slots:
     def __init__(
         self,
         runner: Runner,
@@ -218,12 +218,12 @@ class Lanes:
         if kind.edits:
             model.ops.edit_logits(logits, self._edits(rows))
         if kind.draws:
-            draws = self._draws(kind, rows.lanes, rows.positions + 1)
+            draws = self._draws(kind, rows.seq_of, rows.positions + 1)
         return pick(model.ops, logits, draws).int()
 
     def _edits(self, rows: PackedRows) -> LogitEdits:
         assert self.edits is not None
-        lanes = rows.lanes.long()
+        lanes = rows.seq_of.long()
         slots = self.edit_slots[lanes].where(rows.slots >= 0, -1)
         ahead = rows.positions - (self.length[lanes] - 1)
         return LogitEdits(slots, rows.positions + 1, rows.ids, ahead, self.edits.tables)
