@@ -151,64 +151,77 @@ def _narrow(
 
 
 @triton.jit
+def _take_largest(
+    logits, tops, top_ids, bests, seconds, best_ids, row, part, first, end, top, place, stride_row, widest,
+    SURE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best of a greedy row's part is its largest logit; its second is the sum of exp(logit - the row's largest) of
+    the others that come within 'widest'."""
+    target = row * PARTS + part
+    best_of_row = tl.load(top_ids + row * PARTS + place)
+    total = tl.zeros([BLOCK], tl.float32)
+    if SURE:
+        for start in range(first, end, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            value = tl.load(logits + row * stride_row + column, mask=column < end, other=float("-inf"))
+            total += tl.where((value >= top - widest) & (column != best_of_row), tl.exp(value - top), 0.0)
+    tl.store(bests + target, tl.load(tops + target))
+    tl.store(seconds + target, tl.sum(total, 0))
+    tl.store(best_ids + target, tl.load(top_ids + target))
+
+
+@triton.jit
 def _draw_of_part(
     logits, tops, top_ids, floats, integers, states, sums, ids, bests, seconds, best_ids, stride_row, columns, rows,
     widest, DRAWS: tl.constexpr, ROUNDS: tl.constexpr, HAS_IDS: tl.constexpr, SURE: tl.constexpr,
     PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The two best scores of one part of one row. A greedy row's best is its largest logit; its second is the sum of
-    exp(logit - largest) of the others that come within 'widest'."""
+    """The two best scores of one part of one row, and the column of the first."""
     enter(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    parts = tl.arange(0, PARTS)
-    each_top = tl.load(tops + row * PARTS + parts)
-    top, place = tl.max(each_top, 0, return_indices=True)
-    temperature = tl.zeros([], tl.float32)
+    top, place = tl.max(tl.load(tops + row * PARTS + tl.arange(0, PARTS)), 0, return_indices=True)
+    each = tl.cdiv(columns, PARTS)
+    first, end = part * each, tl.minimum((part + 1) * each, columns)
     if DRAWS:
         temperature = tl.load(floats + row)
-    each = tl.cdiv(columns, PARTS)
-    end = tl.minimum((part + 1) * each, columns)
-    target = row * PARTS + part
-    if (temperature == 0) | (top == float("inf")):
-        own = tl.load(top_ids + target)
-        best_of_row = tl.load(top_ids + row * PARTS + place)
-        total = tl.zeros([BLOCK], tl.float32)
-        if SURE:
-            for first in range(part * each, end, BLOCK):
-                column = first + tl.arange(0, BLOCK)
+        if (temperature == 0) | (top == float("inf")):
+            _take_largest(
+                logits, tops, top_ids, bests, seconds, best_ids, row, part, first, end, top, place, stride_row, widest,
+                SURE, PARTS, BLOCK,
+            )  # fmt: skip
+        else:
+            last: tl.constexpr = ROUNDS - 1
+            state, sum_ = states + (last % 2 * rows + row) * WIDTH, sums + last % 2 * rows * PARTS * STEPS
+            what, low, _high, _goal, floor = _next(state, sum_, floats, integers, row, rows, PARTS, STEPS, ROUNDS == 0)
+            floor = tl.where(what == DONE, floor, tl.maximum(floor, low))  # out of rounds: enough is above low
+            mixed = tl.load(integers + rows + row) * OF_SEED + tl.load(integers + 2 * rows + row) * OF_POSITION
+            temperature = tl.maximum(temperature, 1e-5)
+            peak = tl.full([BLOCK], float("-inf"), tl.float32)
+            next_ = tl.full([BLOCK], float("-inf"), tl.float32)
+            found = tl.full([BLOCK], 0, tl.int32)
+            for start in range(first, end, BLOCK):
+                column = start + tl.arange(0, BLOCK)
                 value = tl.load(logits + row * stride_row + column, mask=column < end, other=float("-inf"))
-                total += tl.where((value >= top - widest) & (column != best_of_row), tl.exp(value - top), 0.0)
-        tl.store(bests + target, tl.load(tops + target))
-        tl.store(seconds + target, tl.sum(total, 0))
-        tl.store(best_ids + target, own)
+                scaled = (value - top) / temperature
+                id_ = column.to(tl.int64)
+                if HAS_IDS:
+                    id_ = tl.load(ids + column, mask=column < end, other=0)
+                score = tl.where((scaled >= floor) & (column < end), scaled + _gumbel(mixed, id_), float("-inf"))
+                larger = score > peak
+                next_ = tl.maximum(next_, tl.where(larger, peak, score))
+                found = tl.where(larger, column, found)
+                peak = tl.where(larger, score, peak)
+            best = tl.max(peak, 0)
+            own = tl.min(tl.where(peak == best, found, columns), 0)
+            others = tl.where((peak == best) & (found == own), next_, peak)
+            tl.store(bests + row * PARTS + part, best)
+            tl.store(seconds + row * PARTS + part, tl.max(others, 0))
+            tl.store(best_ids + row * PARTS + part, own)
     else:
-        last: tl.constexpr = ROUNDS - 1
-        state, sum_ = states + (last % 2 * rows + row) * WIDTH, sums + last % 2 * rows * PARTS * STEPS
-        what, low, _high, _goal, floor = _next(state, sum_, floats, integers, row, rows, PARTS, STEPS, ROUNDS == 0)
-        floor = tl.where(what == DONE, floor, tl.maximum(floor, low))  # out of rounds: enough is above low
-        mixed = tl.load(integers + rows + row) * OF_SEED + tl.load(integers + 2 * rows + row) * OF_POSITION
-        temperature = tl.maximum(temperature, 1e-5)
-        peak = tl.full([BLOCK], float("-inf"), tl.float32)
-        next_ = tl.full([BLOCK], float("-inf"), tl.float32)
-        found = tl.full([BLOCK], 0, tl.int32)
-        for first in range(part * each, end, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            value = tl.load(logits + row * stride_row + column, mask=column < end, other=float("-inf"))
-            scaled = (value - top) / temperature
-            id_ = column.to(tl.int64)
-            if HAS_IDS:
-                id_ = tl.load(ids + column, mask=column < end, other=0)
-            score = tl.where((scaled >= floor) & (column < end), scaled + _gumbel(mixed, id_), float("-inf"))
-            larger = score > peak
-            next_ = tl.maximum(next_, tl.where(larger, peak, score))
-            found = tl.where(larger, column, found)
-            peak = tl.where(larger, score, peak)
-        best = tl.max(peak, 0)
-        own = tl.min(tl.where(peak == best, found, columns), 0)
-        others = tl.where((peak == best) & (found == own), next_, peak)
-        tl.store(bests + target, best)
-        tl.store(seconds + target, tl.max(others, 0))
-        tl.store(best_ids + target, own)
+        _take_largest(
+            logits, tops, top_ids, bests, seconds, best_ids, row, part, first, end, top, place, stride_row, widest,
+            SURE, PARTS, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
