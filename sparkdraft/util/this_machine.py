@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 
 def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 # ---- other programs
