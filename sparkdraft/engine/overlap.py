@@ -3,7 +3,8 @@
 The device keeps what a step needs (engine/slots.py), so it never waits for the host. The host is one step behind:
 it launches a step, reads the result of the step before and streams it. Ids past the end of a request are dropped. A
 request that joins, leaves or needs the host within a step (a grammar, log-probabilities, drafts from its own text) ends
-the overlap; it starts again when all requests only decode. vLLM calls this async scheduling, SGLang the overlap scheduler.
+the overlap; it starts again when all requests only decode. vLLM calls this async scheduling, SGLang the overlap
+scheduler.
 """
 
 from __future__ import annotations
