@@ -84,7 +84,7 @@ def test_a_paused_drafters_step_is_a_plain_step_and_the_taps(llm: LLM) -> None:
     plain = LLM("smollm2", spec="off")
     shape = Shape(1, 1, 0, 1)
     assert llm.engine.runner.graphs and plain.engine.runner.graphs
-    paused, alone = (x.engine.runner.graphs.recording(shape).kernels for x in (llm, plain))  # type: ignore[union-attr]
+    paused, alone = (x.engine.runner.graphs.graph(shape).kernels for x in (llm, plain))  # type: ignore[union-attr]
     num_aux = len(llm.engine.runner.aux_layers)
     assert "copy_rows" not in alone and Counter(paused)["copy_rows"] == num_aux > 0
     assert [kernel for kernel in paused if kernel != "copy_rows"] == alone

@@ -33,7 +33,7 @@ from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 
-TRIAL_STEPS = 5  # steps per depth at start: the first reads the prompt, the second is recorded, three are measured
+TRIAL_STEPS = 5  # steps per depth at start: the first reads the prompt, the second is captured, three are measured
 
 
 class Engine:

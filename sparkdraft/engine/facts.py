@@ -28,7 +28,7 @@ CUT = "blocks of drafts"  # the name of a fact
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
-    found = [_recordings(engine), _overlap(engine), _bits(engine), *_drafting(engine)]
+    found = [_graphs(engine), _overlap(engine), _bits(engine), *_drafting(engine)]
     if plan.device == "cuda":
         from sparkdraft.kernels.cuda.runtime.facts import facts as gpu_facts
 
@@ -65,17 +65,17 @@ def asked_by_drafter(drafter: Drafter, plan: Plan) -> KernelShapes:
     )
 
 
-def _recordings(engine: Engine) -> Fact:
+def _graphs(engine: Engine) -> Fact:
     name, plan = "decode steps", engine.plan
     if engine.runner.graphs:
-        return Fact(name, f"replayed from recordings, at most {GRAPHS[plan.kernels].most} of each kind")
+        return Fact(name, f"replayed from graphs, at most {GRAPHS[plan.kernels].most} of each kind")
     reason = "graphs is off"
     if of_format := kv_format(plan.kv).no_graphs(plan.kernels):
         reason = of_format.partition(":")[0]
     elif plan.kernels == "reference":
-        reason = "the reference kernels cannot be recorded"
+        reason = "the reference kernels cannot be captured"
     elif plan.graphs:
-        reason = "the model has an operator that cannot be recorded"
+        reason = "the model has an operator that cannot be captured"
     return Fact(name, "launched one operator at a time", reason)
 
 
@@ -114,9 +114,9 @@ def _drafting(engine: Engine) -> list[Fact]:
     if proposer.chain:
         value, reason = f"{caps.name}, one per draft, up to {proposer.max_depth} per step", ""
         if engine.overlap:
-            value += "; all of a step in one recording, that of an overlapped step"
+            value += "; all of a step in one graph, that of an overlapped step"
         elif engine.plan.graphs:
-            value, reason = f"{value}; one recording, replayed for each", "ids are picked between passes"
+            value, reason = f"{value}; one graph, replayed for each", "ids are picked between passes"
         found.append(Fact("the drafter's passes", value, reason))
     return found
 

@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     num_read: int  # rows whose logits are computed: all, or those that the inputs name
 
 
-Key = TypeVar("Key")  # what distinguishes recordings: a Shape, or another tuple or number
+Key = TypeVar("Key")  # what distinguishes graphs: a Shape, or another tuple or number
 
 
 class Graphs(Generic[Key]):
@@ -40,11 +40,11 @@ class Graphs(Generic[Key]):
         """run(shape) computes one step from the fixed input buffers."""
         assert ops.Graph, f"{ops.NAME} kernels cannot be captured"
         self._run, self._graph, self._compiler = run, ops.Graph, ops.compiler
-        self._most = GRAPHS[ops.NAME].most  # recordings kept beside those made at start
-        self._kept: dict[Key, CapturedStep] = {}  # recordings made at start
+        self._most = GRAPHS[ops.NAME].most  # graphs kept beside those made at start
+        self._kept: dict[Key, CapturedStep] = {}  # graphs made at start
         self._recent: OrderedDict[Key, CapturedStep] = OrderedDict()  # made later, the last replayed at the end
-        self._seen: OrderedDict[Key, None] = OrderedDict()  # shapes that ran once and are not recorded yet
-        self._compiled = set[Key]()  # shapes whose kernels were compiled ahead; a recording may be dropped, these stay
+        self._seen: OrderedDict[Key, None] = OrderedDict()  # shapes that ran once and are not captured yet
+        self._compiled = set[Key]()  # shapes whose kernels were compiled ahead; a graph may be dropped, these stay
 
     def __contains__(self, shape: Key) -> bool:
         return shape in self._kept or shape in self._recent
@@ -53,8 +53,8 @@ class Graphs(Generic[Key]):
     def num_held(self) -> int:
         return len(self._kept) + len(self._recent)
 
-    def recording(self, shape: Key) -> CapturedStep:
-        """The recording of a shape, which must exist."""
+    def graph(self, shape: Key) -> CapturedStep:
+        """The graph of a shape, which must exist."""
         return self._kept[shape] if shape in self._kept else self._recent[shape]
 
     def record(self, shapes: list[Key]) -> None:
@@ -72,20 +72,20 @@ class Graphs(Generic[Key]):
         On a CPU a new shape is captured at once. A GPU runs it plainly the first time: a capture takes as long as ten
         launches, and many shapes come only once.
         """
-        recording = self._kept.get(shape, self._recent.get(shape))
-        if recording is None:
+        graph = self._kept.get(shape, self._recent.get(shape))
+        if graph is None:
             if self._graph.RUN_FIRST and shape not in self._seen:
                 self._remember(self._seen, shape, None)
                 self._compile([shape])
                 return self._run(shape)
             self._seen.pop(shape, None)
-            recording = self._make(shape)
-            # The oldest recording is dropped after the new one is made, not before: making it has waited for everything
+            graph = self._make(shape)
+            # The oldest graph is dropped after the new one is made, not before: making it has waited for everything
             # that ran on the device, so the dropped one is no longer in use.
-            self._remember(self._recent, shape, recording)
+            self._remember(self._recent, shape, graph)
         elif shape in self._recent:
             self._recent.move_to_end(shape)
-        return recording.replay()
+        return graph.replay()
 
     def _compile(self, shapes: list[Key]) -> None:
         """Compiles kernels on all cores, before the run that would compile them one after the other."""

@@ -42,12 +42,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    depths: list[int]  # per lane
+    depths: list[int]  # per slot
     result: Tensor  # as Slots.step gives it, on the host, complete once 'done'
     done: torch.cuda.Event | None
-    # whether it was replayed; a step that is launched plainly or recorded takes the host many times as long
+    # whether it was replayed; a step that is launched plainly or captured takes the host many times as long
     usual: bool
-    depth: int  # of the recording
+    depth: int  # of the graph
 
     def read(self, requests: list[Request]) -> tuple[list[StepResult], float]:
         """The results of these requests, and the seconds that verifying took; 0 if they are not known."""
@@ -73,17 +73,17 @@ class OverlappedSteps:
         cuts: bool = False,
         edits: EditTables | None = None,
     ) -> None:
-        """depths: the depths at which steps are recorded. A step of another depth runs at the next larger one.
+        """depths: the depths at which steps are captured. A step of another depth runs at the next larger one.
         cuts: whether the device cuts blocks of drafts. edits: of the sampler; without them, requests that ask for
         penalties or biases end the overlap."""
         self.slots = Slots(runner, proposer, RING, device, cuts, edits)
-        self.requests: list[Request] = []  # per lane
+        self.requests: list[Request] = []  # per slot
         self.step_seconds = 0.0  # time of the step read last; 0 if it says nothing about the next step of its kind
         self.verify_seconds = 0.0  # and the part of it after drafting; 0 if it is not known
         self._runner, self._proposer, self._device, self._depths = runner, proposer, device, depths
         self._unread: deque[Launched] = deque()
         self._num_waiting = 0  # plain steps whose rows the drafter has not observed
-        self._num_blocks: list[int] = []  # per lane, the number of blocks that the device knows
+        self._num_blocks: list[int] = []  # per slot, the number of blocks that the device knows
         self._most: list[int] = []
         self._draws = self._edits = False
         self._read_at = 0.0
@@ -122,11 +122,11 @@ class OverlappedSteps:
         return max(1 + depth, self._proposer.drafter.reach(depth))
 
     def num_rows(self, num_requests: int, depth: int) -> int:
-        """Rows of a step of this depth, including those of spare lanes."""
+        """Rows of a step of this depth, including those of spare slots."""
         return self._size(num_requests) * self.reach(depth)
 
     def launch(self, requests: list[Request], depths: list[int], terms: Sequence[float] = ()) -> None:
-        """Launch one more step. The first one gives these requests their lanes. Their blocks must cover all that it may
+        """Launch one more step. The first one gives these requests their slots. Their blocks must cover all that it may
         write. terms: by what blocks of drafts are cut (Slots.terms); none: as before."""
         if not self.requests:
             self._start(requests)
@@ -193,57 +193,57 @@ class OverlappedSteps:
         return next(d for d in self._depths if d >= depth)
 
     def _size(self, num_requests: int) -> int:
-        """The number of lanes of a step. On a GPU it is one of a few sizes that are recorded; the spare lanes are
+        """The number of slots of a step. On a GPU it is one of a few sizes that are captured; the spare slots are
         empty."""
         if not self._steps:
             return num_requests
         return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= num_requests)
 
     def _start(self, requests: list[Request]) -> None:
-        self.requests, lanes, device = list(requests), self.slots, self._device
+        self.requests, slots, device = list(requests), self.slots, self._device
         if self._proposer:
             self._proposer.flush(requests)
-            if lanes.chain:
-                lanes.hidden[: len(requests)] = self._proposer.last_hidden(requests)
+            if slots.chain:
+                slots.hidden[: len(requests)] = self._proposer.last_hidden(requests)
             for request in requests:
                 self._proposer.hand_over(request)
-        spare = [0] * (len(lanes.length) - len(requests))
+        spare = [0] * (len(slots.length) - len(requests))
         anchors = [r.num_computed for r in requests]
         assert all(r.num_tokens == r.num_computed + 1 for r in requests)
         last = [r.ids(a, a + 1)[0] for r, a in zip(requests, anchors, strict=True)]
         numbers = torch.tensor([last + spare, [a + 1 for a in anchors] + spare, anchors + spare], dtype=torch.int32)
-        for kept, values in zip((lanes.token, lanes.length, lanes.observed), numbers, strict=True):
-            kept.copy_(values)  # in place, because recordings know them by their address
+        for kept, values in zip((slots.token, slots.length, slots.observed), numbers, strict=True):
+            kept.copy_(values)  # in place, because graphs know them by their address
         draws = Draws.of(requests, anchors, device)
         self._draws = draws is not None
-        slots = lanes.edits.slots(requests) if lanes.edits is not None else None
-        self._edits = slots is not None
-        lanes.edit_slots.copy_(torch.tensor([*(slots or [-1] * len(requests)), *(-1 for _ in spare)]))
+        edited = slots.edits.slots(requests) if slots.edits is not None else None
+        self._edits = edited is not None
+        slots.edit_slots.copy_(torch.tensor([*(edited or [-1] * len(requests)), *(-1 for _ in spare)]))
         if draws:
-            lanes.floats[:, : len(requests)] = draws.floats.view(3, -1)
+            slots.floats[:, : len(requests)] = draws.floats.view(3, -1)
             # without positions, which the device keeps itself
-            lanes.integers[:, : len(requests)] = draws.integers.view(3, -1)[:2]
+            slots.integers[:, : len(requests)] = draws.integers.view(3, -1)[:2]
         else:
-            lanes.floats.zero_()
+            slots.floats.zero_()
         self._num_blocks, self._most = [0] * len(requests), []
 
     def _send(self, depths: list[int]) -> None:
-        """Send what the host decides about a step, where it has changed: the depth of each lane, and its new blocks."""
-        lanes = self.slots
+        """Send what the host decides about a step, where it has changed: the depth of each slot, and its new blocks."""
+        slots = self.slots
         if depths != self._most:
-            lanes.most[: len(depths)].copy_(self._staged(depths), non_blocking=True)
+            slots.most[: len(depths)].copy_(self._staged(depths), non_blocking=True)
             self._most = depths
-        width = lanes.tables.shape[1]
+        width = slots.tables.shape[1]
         places: list[int] = []
         blocks: list[int] = []
-        for lane, request in enumerate(self.requests):
-            known, now = self._num_blocks[lane], len(request.blocks)
-            places += range(lane * width + known, lane * width + now)
+        for slot, request in enumerate(self.requests):
+            known, now = self._num_blocks[slot], len(request.blocks)
+            places += range(slot * width + known, slot * width + now)
             blocks += request.blocks[known:now].tolist()
-            self._num_blocks[lane] = now
+            self._num_blocks[slot] = now
         if blocks:
             both = self._staged([*places, *blocks]).to(self._device, non_blocking=True)
-            lanes.tables.view(-1)[both[: len(places)].long()] = both[len(places) :]
+            slots.tables.view(-1)[both[: len(places)].long()] = both[len(places) :]
 
     def _staged(self, values: Sequence[float], dtype: torch.dtype = torch.int32) -> Tensor:
         """A copy in pinned memory. Torch's allocator does not reuse it while a copy from it is under way."""

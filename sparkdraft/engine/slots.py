@@ -1,14 +1,14 @@
-"""The state of decoding requests on the device, one lane per request, and a whole step over all lanes as one function.
+"""The state of decoding requests on the device, one slot per request, and a whole step over all slots as one function.
 
-Drafting, cutting, verifying, sampling, accepting and observing read and change the lanes in place. No number of a step
-passes through the host, so a step can be recorded as a whole and launched before the last one has been read.
-engine/overlap.py decides which request has which lane, and when.
+Drafting, cutting, verifying, sampling, accepting and observing read and change the slots in place. No number of a step
+passes through the host, so a step can be captured as a whole and launched before the last one has been read.
+engine/overlap.py decides which request has which slot, and when.
 
-    a lane            token, the last committed id, at position length - 1: the anchor of the next step
+    a slot            token, the last committed id, at position length - 1: the anchor of the next step
     rows of a step    | token | draft 1 | ... | draft kept |      positions length - 1 .. length - 1 + kept
     after it          length grows by 1 + accepted; rows behind the accepted ones are overwritten by the next step
 
-The number of rows of a recorded step is fixed, and how many of them are alive is decided on the device: a lane keeps as
+The number of rows of a captured step is fixed, and how many of them are alive is decided on the device: a slot keeps as
 many drafts as the host asked for, or fewer where the drafter is not sure enough of them (`cut`). Rows that are not kept
 are dead (kernels/reference/stepping.py): they write nothing, attend to nothing and reach no expert.
 """
@@ -41,12 +41,12 @@ class Given(Protocol):
 
 
 class StepKind(NamedTuple):
-    """What a recording is made for; everything else is read on the device."""
+    """What a graph is made for; everything else is read on the device."""
 
     seqs: int
     depth: int
-    draws: bool  # whether any lane samples, with whatever filters
-    edits: bool = False  # whether any lane asks for penalties, biases or a least length
+    draws: bool  # whether any slot samples, with whatever filters
+    edits: bool = False  # whether any slot asks for penalties, biases or a least length
 
 
 class Slots:
@@ -67,40 +67,40 @@ class Slots:
         self.chain = proposer is not None and proposer.chain
         self.given: Given | None = None
         self.edits = edits
-        lanes, max_blocks = plan.max_seqs, -(-plan.max_model_len // plan.block_size)
+        num_slots, max_blocks = plan.max_seqs, -(-plan.max_model_len // plan.block_size)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.token, self.length, self.observed, self.most = (integers(lanes) for _ in range(4))
-        self.tables = integers(lanes, max_blocks)
-        self.edit_slots = integers(lanes)  # of each lane, in the tables of 'edits'; -1: none
-        # The sampling parameters of each lane, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
-        self.floats, self.integers = torch.zeros(3, lanes, device=device), integers(2, lanes, dtype=torch.int64)
+        self.token, self.length, self.observed, self.most = (integers(num_slots) for _ in range(4))
+        self.tables = integers(num_slots, max_blocks)
+        self.edit_slots = integers(num_slots)  # of each slot, in the tables of 'edits'; -1: none
+        # The sampling parameters of each slot, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
+        self.floats, self.integers = torch.zeros(3, num_slots, device=device), integers(2, num_slots, dtype=torch.int64)
         aux_shape = runner.aux_hidden.shape[1:]
-        kept = (lanes, ring, *aux_shape) if self.drafter and not self.chain else (0,)
+        kept = (num_slots, ring, *aux_shape) if self.drafter and not self.chain else (0,)
         self.ring = torch.zeros(
             kept, dtype=runner.aux_hidden.dtype, device=device
         )  # indexed by position modulo its size
-        # The hidden state of each lane's last committed row, for a chain drafter.
+        # The hidden state of each slot's last committed row, for a chain drafter.
         self.hidden = torch.zeros(
-            (lanes if self.chain else 0, *aux_shape), dtype=runner.aux_hidden.dtype, device=device
+            (num_slots if self.chain else 0, *aux_shape), dtype=runner.aux_hidden.dtype, device=device
         )
         deepest = proposer.max_depth if proposer else 0
         self._numbers = torch.arange(max(1 + deepest, ring), dtype=torch.int32, device=device)
         self._columns = torch.arange(max_blocks, dtype=torch.int32, device=device)
         self._stamp = torch.zeros(1, dtype=torch.int64, device=device)
-        # What the device cuts blocks by, in the order of DepthController.cut_terms; no lane is cut before it is sent.
+        # What the device cuts blocks by, in the order of DepthController.cut_terms; no slot is cut before it is sent.
         self.cuts = cuts and proposer is not None
-        sizes = (1 + deepest, 2 * (2 + deepest), lanes)
+        sizes = (1 + deepest, 2 * (2 + deepest), num_slots)
         self.terms = torch.full((sum(sizes),), -1.0, device=device)
         worth, fits, fair = self.terms.split(sizes)
         self._terms = CutTerms(worth, fits.view(2, -1), fair)
         self._gaps: list[Tensor] = []  # of the passes of one proposal: float32 [seqs, each]
 
     def step(self, kind: StepKind) -> Tensor:
-        """One step. Returns int32 [seqs, depth + 4]: the sample of each of a lane's rows, the number of accepted
-        drafts (NONE if the lane computed NaN), that of verified ones, and the nanoseconds that verifying took. Where
+        """One step. Returns int32 [seqs, depth + 4]: the sample of each of a slot's rows, the number of accepted
+        drafts (NONE if the slot computed NaN), that of verified ones, and the nanoseconds that verifying took. Where
         blocks are cut and the step drafts, as many columns as it drafts follow: the bits of the gaps."""
         seqs, depth, model, aux_hidden = kind.seqs, kind.depth, self.runner.model, None
         ops, size = model.ops, self.plan.block_size
@@ -136,7 +136,7 @@ class Slots:
         return result if gaps is None else torch.cat((result, gaps.view(torch.int32)), 1)
 
     def catch_up(self, seqs: int) -> Tensor:
-        """Let the drafter observe the plain rows that wait in the ring, of all lanes in one pass."""
+        """Let the drafter observe the plain rows that wait in the ring, of all slots in one pass."""
         assert self.drafter and not self.chain
         size = self.ring.shape[1]
         last = self.length[:seqs].unsqueeze(1) - 1
@@ -172,7 +172,7 @@ class Slots:
         return self.drafter.propose(anchors, kind.depth, partial(self._pick, kind))
 
     def _seen(self, seqs: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Lengths, tables and positions of the lanes as their anchors have them: without the blocks that the drafter is
+        """Lengths, tables and positions of the slots as their anchors have them: without the blocks that the drafter is
         not shown. The same as the host's Proposer._visible."""
         assert self.drafter
         length, tables, size = self.length[:seqs], self.tables[:seqs], self.plan.block_size
@@ -190,17 +190,16 @@ class Slots:
 
     def _cut(self, gaps: Tensor) -> Tensor:  # int32 [seqs]
         seqs, (worth, fits, fair) = len(gaps), self._terms
-        lanes = self.most[:seqs], self.floats[0, :seqs]
-        kept = self.runner.model.ops.cut_drafts(gaps, *lanes, CutTerms(worth, fits, fair[:seqs]))
-        return kept
+        terms = CutTerms(worth, fits, fair[:seqs])
+        return self.runner.model.ops.cut_drafts(gaps, self.most[:seqs], self.floats[0, :seqs], terms)
 
     def _pick(self, kind: StepKind, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
         """int32 [seqs, each]. spec.drafter.Pick within a step."""
         draws = None
         if kind.draws:
-            lane = torch.arange(kind.seqs * each, device=self.device) // each
+            slot = torch.arange(kind.seqs * each, device=self.device) // each
             positions = (self.length[: kind.seqs].unsqueeze(1) + drafted + self._count(each)).flatten()
-            draws = self._draws(kind, lane, positions)
+            draws = self._draws(kind, slot, positions)
         ops = self.runner.model.ops
         if self.cuts:
             picked, gaps = pick_sure(ops, score(False), draws, ids)
@@ -223,20 +222,20 @@ class Slots:
 
     def _edits(self, rows: PackedRows) -> LogitEdits:
         assert self.edits is not None
-        lanes = rows.seq_of.long()
-        slots = self.edit_slots[lanes].where(rows.slots >= 0, -1)
-        ahead = rows.positions - (self.length[lanes] - 1)
-        return LogitEdits(slots, rows.positions + 1, rows.ids, ahead, self.edits.tables)
+        slot = rows.seq_of.long()
+        edited = self.edit_slots[slot].where(rows.slots >= 0, -1)
+        ahead = rows.positions - (self.length[slot] - 1)
+        return LogitEdits(edited, rows.positions + 1, rows.ids, ahead, self.edits.tables)
 
     def _count_committed(self, samples: Tensor, accepted: Tensor) -> None:
-        """Count the ids that a step has committed: of each lane the accepted drafts and the sample behind them."""
+        """Count the ids that a step has committed: of each slot the accepted drafts and the sample behind them."""
         assert self.edits is not None
         slots, width = self.edit_slots[: len(samples)].unsqueeze(1), samples.shape[1]
         counts = (self._count(width) <= accepted.unsqueeze(1)) & (slots >= 0)
         index = slots.clamp(min=0).long() * self.edits.vocab_size + samples.clamp(min=0)
         self.edits.tables.counts.view(-1).index_add_(0, index.flatten(), counts.flatten().int())
 
-    def _draws(self, kind: StepKind, lane: Tensor, positions: Tensor) -> Draws:
-        """The parameters of rows: the lane of each, and the position of the id that it samples."""
-        integers = torch.cat((self.integers.index_select(1, lane), positions.unsqueeze(0)))
-        return Draws(self.floats.index_select(1, lane), integers)
+    def _draws(self, kind: StepKind, slot: Tensor, positions: Tensor) -> Draws:
+        """The parameters of rows: the slot of each, and the position of the id that it samples."""
+        integers = torch.cat((self.integers.index_select(1, slot), positions.unsqueeze(0)))
+        return Draws(self.floats.index_select(1, slot), integers)

@@ -112,7 +112,7 @@ def test_a_pass_is_recorded_once_for_all_drafts_and_observes_nothing(pair: Pair)
     proposer = llm.engine.drafting.proposer
     assert proposer and proposer._passes and proposer._observing
     assert proposer._passes.num_held == 1 and proposer._observing.num_held == 0
-    kernels = proposer._passes.recording((1, 1)).kernels
+    kernels = proposer._passes.graph((1, 1)).kernels
     assert kernels.count("paged_attention") == 3 and kernels.count("find_pages") == 1
     assert not [name for name in kernels if "write" in name]
 

@@ -122,7 +122,7 @@ def test_a_pass_is_recorded_once_for_all_drafts_of_a_step(pair: tuple[Path, Path
     proposer = llm.engine.drafting.proposer
     assert proposer and proposer._passes and proposer._observing
     assert proposer._passes.num_held == 1
-    kernels = proposer._passes.recording((1, 1)).kernels
+    kernels = proposer._passes.graph((1, 1)).kernels
     assert kernels.count("make_rows") == kernels.count("paged_attention") == 1
 
 

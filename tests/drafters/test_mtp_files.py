@@ -343,4 +343,4 @@ def test_names_and_shapes_are_the_files(dense: Path, experts: Path) -> None:
 
 def test_facts_tell_of_passes(dense: Path) -> None:
     (fact,) = [f for f in load(dense, drafter="mtp", spec="3").facts() if f.name == "the drafter's passes"]
-    assert re.match(r"mtp, one per draft, up to 6 per step; one recording, replayed for each", fact.value)
+    assert re.match(r"mtp, one per draft, up to 6 per step; one graph, replayed for each", fact.value)

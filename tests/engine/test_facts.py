@@ -21,7 +21,7 @@ def facts(tiny: Path, **options: object) -> dict[str, Fact]:
 
 def test_steps_that_are_not_recorded_say_why(tiny: Path) -> None:
     found = facts(tiny, dtype="float32")
-    assert found["decode steps"].reason == "the reference kernels cannot be recorded"
+    assert found["decode steps"].reason == "the reference kernels cannot be captured"
     assert found["drafts and bits"].reason == "float32 products are torch's own"
     assert found["overlapped steps"].value == "off"
 
@@ -30,7 +30,7 @@ def test_the_embedded_model_replays_its_steps() -> None:
     recorded, off = (LLM("smollm2", device="cpu", spec="off", graphs=graphs) for graphs in (True, False))
     found = {fact.name: fact for fact in recorded.facts()}
     assert not recorded.fallbacks()
-    assert found["decode steps"].value.startswith("replayed from recordings") and not found["decode steps"].reason
+    assert found["decode steps"].value.startswith("replayed from graphs") and not found["decode steps"].reason
     assert not found["drafts and bits"].reason
     assert Fact("decode steps", "launched one operator at a time", "graphs is off") in off.facts()
 

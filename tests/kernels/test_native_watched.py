@@ -34,7 +34,7 @@ def test_native_kernels_are_seen_by_layer(tiny: Path) -> None:
     recorded = llm.engine.runner.graphs
     assert recorded, "graphs are back"
     (shape,) = [shape for shape in recorded._kept if shape.rows == 1]
-    assert recorded.recording(shape).kernels == [each.kernel for each in row.ran], "what is replayed is what was seen"
+    assert recorded.graph(shape).kernels == [each.kernel for each in row.ran], "what is replayed is what was seen"
 
 
 def test_an_operator_that_is_left_to_torch_is_seen(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
