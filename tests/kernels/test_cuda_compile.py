@@ -85,7 +85,7 @@ STEPS: dict[str, Callable[[], None]] = {
     "experts of rows": lambda: experts_step("gpt-oss-20b", 16),
     "experts of many rows": lambda: experts_step("gpt-oss-20b", 64),
     "norms after": normed_step,
-    "recurrent rows": lambda: recurrent_step(16, 48, torch.bfloat16, 16, tree=True),
+    "recurrent rows": lambda: recurrent_step(16, 48, torch.bfloat16, 16),
     "recurrent prompts": lambda: recurrent_step(16, 48, torch.bfloat16, 2000),
     "coded row": lambda: layer_step(1, 32, 8, 128),
     "coded prompts": lambda: layer_step(100, 32, 8, 128, seqs=64),

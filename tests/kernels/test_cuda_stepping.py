@@ -19,7 +19,16 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels import cuda, reference
 from sparkdraft.kernels.cuda.runtime import pdl
 from sparkdraft.kernels.cuda.sampling import argmax
-from sparkdraft.kernels.ops import SILU, WIDEST, AttentionParams, AttentionView, CutTerms, RopeArgs
+from sparkdraft.kernels.ops import (
+    SILU,
+    WIDEST,
+    AttentionParams,
+    AttentionView,
+    CutTerms,
+    EditedSlots,
+    LogitEdits,
+    RopeArgs,
+)
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch
 from tests.kernels.ahead_of_time import empty as made
 from tests.kernels.triton_device import (
@@ -307,6 +316,8 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     cuda.sample(floats(seqs * rows, 40000), *drawn)
     cuda.sample_sure(floats(seqs * rows, 40000), *drawn, ints(40000).long(), WIDEST)
     cuda.sample_sure(floats(seqs * rows, 40000), None, None, None, WIDEST)
+    edited = EditedSlots(ints(seqs, 40000), floats(seqs, 3), ints(seqs, 1200), floats(seqs, 1200), ints(seqs, 1200))
+    cuda.edit_logits(floats(seqs * rows, 40000), LogitEdits(*(ints(seqs * rows) for _ in range(4)), edited))
     cuda.store_aux(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.store_aux(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)
     state = lanes[2], lanes[0], lanes[1], lanes[3], packed, stamp
