@@ -157,7 +157,7 @@ class Gemma4Thoughts(ReasoningFormat):
 
 
 class HarmonyAnalysis(ReasoningFormat):
-    """gpt-oss's thoughts: the messages of its analysis channel, which the parser in tools/harmony.py reads."""
+    """gpt-oss's thoughts: the messages of its analysis channel, which the parser in text/tools/harmony.py reads."""
 
     name = "harmony"
     keep_special = True
