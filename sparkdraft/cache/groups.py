@@ -47,7 +47,7 @@ class CacheGroup:
         it."""
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
-        """How many of the next 'rows' tokens (at least 2) it may run in one step: at least 1.
+        """Return how many of the next 'rows' tokens (at least 2) it may run in one step: at least 1.
 
         A group shortens a prompt chunk so that other requests keep what they need, or to end it where a state is saved.
         """
@@ -59,7 +59,7 @@ class CacheGroup:
         return True
 
     def can_grow(self, request: Request, num_blocks: int) -> bool:
-        """Whether the request could get what goes with this many more blocks (at least 1)."""
+        """Return whether the request could get what goes with this many more blocks (at least 1)."""
         return True
 
     def grow(self, request: Request, num_blocks: int) -> None:
@@ -82,7 +82,7 @@ class CacheGroup:
         """Releases everything the request holds. What was remembered stays until it is handed out again."""
 
     def prefers(self, block: int, other: int) -> bool:
-        """Whether the first of two blocks with the same tokens is the better one to find."""
+        """Return whether the first of two blocks with the same tokens is the better one to find."""
         return False
 
     def send(self) -> None:

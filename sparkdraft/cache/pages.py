@@ -171,7 +171,7 @@ class RecentRows(CacheGroup):
         return min(self.need, -(-rows // self.block_size))
 
     def _is_read(self, index: int, computed: int) -> bool:
-        """Whether a token at position 'computed' or later reads the block's page."""
+        """Return whether a token at position 'computed' or later reads the block's page."""
         return index * self.block_size < self.first or (index + 1) * self.block_size > computed - self.recent + 1
 
 

@@ -98,7 +98,7 @@ def plan_states(
 
 
 def fewer_requests(model: ModelConfig, max_seqs: int, deepest: int, itemsize: int, room: int) -> int:
-    """How many requests run at once if the user names no number, so that their states leave room for keys and
+    """Return how many requests run at once if the user names no number, so that their states leave room for keys and
     values."""
     layers = recurrent_layers(model)
     if not layers:

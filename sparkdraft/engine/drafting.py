@@ -231,7 +231,7 @@ class Drafting:
             self._of(work.request).stats.add_time(draft / len(drafted), verify / len(drafted))
 
     def drafts_from_text(self, requests: Iterable[Request]) -> bool:
-        """Whether any of these requests, all of which draft, drafts from its own text."""
+        """Return whether any of these requests, all of which draft, drafts from its own text."""
         return any(self._of(r).source == "ngram" for r in requests)
 
     def reset_counts(self) -> None:
@@ -257,7 +257,7 @@ class Drafting:
             self.total.merge(kept.stats)
 
     def _cut(self, work: Work, gaps: list[float]) -> int:
-        """How many drafts of a block to verify. A depth that was asked for by name is kept."""
+        """Return how many drafts of a block to verify. A depth that was asked for by name is kept."""
         request = work.request
         if self._asked(request) is not None or work.source != self.model:
             return len(gaps)
@@ -276,7 +276,7 @@ class Drafting:
         return "" if self.default is None else "the depth is fixed"
 
     def _wants_plain(self, contexts: list[int]) -> bool:
-        """Whether to time this plain step: those of a known kind are many and alike, so only some are timed."""
+        """Return whether to time this plain step: those of a known kind are many and alike, so only some are timed."""
         self._num_plain += 1
         num, longest = len(contexts), max(contexts)
         bucket = bucket_of(num, longest)

@@ -222,7 +222,7 @@ class Engine:
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """What runs differently from what was asked: the plan's fallbacks, and those of loading and running."""
+        """Return what runs differently from what was asked: the plan's fallbacks, and those of loading and running."""
         slow, proposer = "are launched one operator at a time", self.drafting.proposer
         compiler = self.runner.model.ops.compiler
         late = compiler.compiled_late if compiler else ()
@@ -236,7 +236,7 @@ class Engine:
 
     @property
     def decodes_exactly(self) -> bool:
-        """Whether a token of one request has the same bits alone and beside its drafts.
+        """Return whether a token of one request has the same bits alone and beside its drafts.
 
         Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU bits are the same
         for up to 16 tokens, which is one request with its drafts.

@@ -40,7 +40,7 @@ def facts(engine: Engine) -> list[Fact]:
 
 
 def asked(model: Decoder, plan: Plan) -> KernelShapes:
-    """What the target asks of its kernels."""
+    """Return what the target asks of its kernels."""
     experts, recurrent, windows = [], set(), {window.window for window in plan.windows}
     for spec, layer in zip(model.config.layers, model.layers, strict=True):
         if isinstance(spec.mlp, ExpertsSpec):

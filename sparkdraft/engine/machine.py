@@ -63,7 +63,7 @@ def free_gpu_memory(is_integrated: bool, driver_free: int) -> int:
 
 
 def gpu_facts(device: str) -> dict[str, str]:
-    """What the watchdog must know of the GPU: its name for nvidia-smi, and whose its memory is."""
+    """Return what the watchdog must know of the GPU: its name for nvidia-smi, and whose its memory is."""
     if device != "cuda" or not torch.cuda.is_available():
         return {}
     found = torch.cuda.get_device_properties()

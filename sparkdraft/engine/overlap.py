@@ -104,7 +104,7 @@ class OverlappedSteps:
         return sum(1 + max(launched.depths) for launched in self._unread)
 
     def takes(self, request: Request, depth: int) -> bool:
-        """Whether its steps do not need the host, and everything that launched steps may write fits into its
+        """Return whether its steps do not need the host, and everything that launched steps may write fits into its
         context."""
         params, plan = request.params, self._runner.plan
         plain = not params.grammar and params.logprobs is None

@@ -128,7 +128,7 @@ class Proposer:
         self._pending.pop(work.request, None)  # pending rows are all in the block of this work's first row
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the request can draft: no token of the block that it is writing was passed over."""
+        """Return whether the request can draft: no token of the block that it is writing was passed over."""
         position, size = request.num_computed, self.plan.block_size
         whole = position % size == 0 or not self._gaps[request.blocks[position // size]]
         return whole and self.knows(request)

@@ -272,7 +272,7 @@ def ids_of(columns: Tensor, ids: Tensor | None) -> Tensor:
 
 
 def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
-    """Whether every row takes its likeliest id and needs nothing else, as in most steps."""
+    """Return whether every row takes its likeliest id and needs nothing else, as in most steps."""
     known: Request | None = None
     for row in rows:
         if row.request is not known:  # the rows of a request are consecutive

@@ -105,7 +105,7 @@ class Scheduler:
 
     @property
     def only_decoding(self) -> bool:
-        """Whether every running request wants one token and no waiting request can be admitted."""
+        """Return whether every running request wants one token and no waiting request can be admitted."""
         return bool(self.running) and not self._may_admit and len(self.decoding()) == len(self.running)
 
     def reserve(self, rows: int) -> bool:

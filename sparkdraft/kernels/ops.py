@@ -512,7 +512,7 @@ class Ops(KeepsWeights, Protocol):
         temperature: Tensor,  # float32 [seqs]; 0: greedy text
         terms: CutTerms,
     ) -> Tensor:  # int32 [seqs]
-        """How many drafts of each sequence are worth verifying."""
+        """Return how many drafts of each sequence are worth verifying."""
 
     def make_rows(
         self,

@@ -151,7 +151,7 @@ class Price:
         return self.plain + self.fixed + deeper + self.verifying(kept)
 
     def can_pay(self, choice: Sequence[int], acceptance: float) -> bool:
-        """Whether some depth would beat plain steps if each draft were accepted with this probability."""
+        """Return whether some depth would beat plain steps if each draft were accepted with this probability."""
         tokens, reached = 1.0, 1.0
         for depth, seconds in enumerate(self.uniform):
             if depth:

@@ -342,7 +342,7 @@ class DepthController:
         return state.tokens
 
     def _offers(self, states: Sequence[DepthState], price: Price, level: int) -> list[Offer]:
-        """What each request's blocks bring and cost by depth: as they were cut, once any block was."""
+        """Return what each request's blocks bring and cost by depth: as they were cut, once any block was."""
         if not self.usual:
             rows, tokens = price.own(self.depths, self.depths, level), [self._tokens(state) for state in states]
             return [Offer([each[d] for d in self.depths], self.depths, rows) for each in tokens]

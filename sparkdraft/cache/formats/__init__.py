@@ -200,7 +200,7 @@ class KVFormat:
         return self.bytes_per_token([spec], itemsize, None)
 
     def learns(self, config: Any) -> bool:
-        """Whether `learn` must run before the cache is built."""
+        """Return whether `learn` must run before the cache is built."""
         return False
 
     def learn(

@@ -81,7 +81,7 @@ def _compiler_version(compiler: list[str]) -> str:
 
 
 def _cpu_flags() -> str:
-    """What '-march=native' stands for here."""
+    """Return what '-march=native' stands for here."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

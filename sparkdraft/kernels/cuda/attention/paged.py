@@ -96,7 +96,7 @@ def _first_key(n, split, splits, BLOCK_N: tl.constexpr, RUN: tl.constexpr, SPLIT
 
 @triton.jit
 def _count_tiles(tiles, split, splits, RUN: tl.constexpr, SPLIT: tl.constexpr):
-    """How many of a sequence's first tiles are this program's."""
+    """Return how many of a sequence's first tiles are this program's."""
     if SPLIT:
         units = tiles // RUN
         whole = tl.cdiv(tl.maximum(units - split, 0), splits) * RUN

@@ -113,7 +113,7 @@ def planes_of(levels: str) -> int:
 
 @triton.constexpr_function
 def unit(levels: str, packed: bool) -> float:
-    """What a finished sum must be multiplied by."""
+    """Return what a finished sum must be multiplied by."""
     return 2.0**16 if levels == "e2m1" and packed else 1.0
 
 

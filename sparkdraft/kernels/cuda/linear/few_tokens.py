@@ -266,7 +266,7 @@ def _choose_coded(out: int, in_: int, step: int, itemsize: int, sms: int, offset
 
 
 def runs_wgmma(lines: int, warps: int, gpu: Gpu, slices: int = 1) -> bool:
-    """Whether a dot of so many lines of 16 bit numbers is Hopper's instruction; otherwise it is mma.sync."""
+    """Return whether a dot of so many lines of 16 bit numbers is Hopper's instruction; otherwise it is mma.sync."""
     return gpu.wgmma and lines >= 64 and warps % 4 == 0 and slices == 1
 
 

@@ -35,7 +35,7 @@ from sparkdraft.weights.plane_layout import SIZES
 
 @triton.jit
 def _load(place, inside):
-    """What is not inside is 0; None: all is. A weight is read once, and shall not displace x in the L2."""
+    """Return what is not inside is 0; None: all is. A weight is read once, and shall not displace x in the L2."""
     if inside is None:
         return tl.load(place, eviction_policy="evict_first")
     else:
@@ -168,7 +168,7 @@ def _number(word, column, KIND: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.constexpr_function
 def _one_word(kind: str, group: int, tile: int) -> bool:
-    """Whether all numbers of a tile lie in one word, so that the next tile's can be fetched ahead."""
+    """Return whether all numbers of a tile lie in one word, so that the next tile's can be fetched ahead."""
     return kind != "" and 4 * group % (tile * SIZES[kind]) == 0
 
 
@@ -183,7 +183,7 @@ def _factor(
     word, column, LINES: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr,
     INSIDE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """What `plane` multiplies e2m1 by: the scale of a column's group if it is multiplied INSIDE, else 1."""
+    """Return what `plane` multiplies e2m1 by: the scale of a column's group if it is multiplied INSIDE, else 1."""
     if INSIDE:
         return _by_line(scale_factor(word, column // GROUP % 4, SCALE, PACKED), SLICES)
     else:

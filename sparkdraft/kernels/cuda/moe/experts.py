@@ -255,7 +255,7 @@ def _sum(
 
 
 def one_by_one(rows: int, top_k: int, experts: int) -> bool:
-    """Whether pairs are taken one by one."""
+    """Return whether pairs are taken one by one."""
     return rows <= few_tokens.MOST_TOKENS and SPARSE * rows * top_k <= experts
 
 
@@ -328,7 +328,7 @@ def find_tile(kernel: str, shape: tuple[int, ...], format_: str, x_bytes: int, g
 
 
 def adds_up_alike(tile: Tile, row: Tile) -> bool:
-    """Whether tiles of FEW_DOWN and ROW_DOWN add up 'in' in the same order."""
+    """Return whether tiles of FEW_DOWN and ROW_DOWN add up 'in' in the same order."""
     return tile.slices == row.slices and (row.slices == 1 or tile.block_k == row.block_k)
 
 
@@ -401,7 +401,7 @@ def _padded(most: int, size: int, tile: Tile, x: Tensor) -> int:
 
 
 def _few_or(many: str, few: str, size: int, rows: int, top_k: int) -> tuple[str, int]:
-    """Which kernel runs, and by which size its tiles are kept."""
+    """Return which kernel runs, and by which size its tiles are kept."""
     return (few, triton.next_power_of_2(top_k)) if rows <= few_tokens.MOST_TOKENS else (many, size)
 
 

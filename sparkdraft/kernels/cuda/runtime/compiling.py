@@ -120,7 +120,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _kind(value: object) -> object:
-    """What distinguishes kernels: at least all that Triton distinguishes them by."""
+    """Return what distinguishes kernels: at least all that Triton distinguishes them by."""
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else (type(value), value)
 
 

@@ -28,7 +28,7 @@ def counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def is_last(counter, count):
-    """Whether this is the last of 'count' programs to come here. It must read what others stored past the L1
+    """Return whether this is the last of 'count' programs to come here. It must read what others stored past the L1
     (".cg")."""
     tl.debug_barrier()  # all threads of the program have stored before one of them says so
     ended = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")

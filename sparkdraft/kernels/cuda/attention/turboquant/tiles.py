@@ -123,7 +123,7 @@ def find_blocks(table, tile, stop):
 
 @gluon.jit
 def once_in_four(byte, first, EIGHTH: gl.constexpr):
-    """How far the high bits of these columns lie up in a byte, once in every register of four."""
+    """Return how far the high bits of these columns lie up in a byte, once in every register of four."""
     return gl.where(first, byte // EIGHTH, 0).to(gl.uint8)
 
 
@@ -205,7 +205,7 @@ def is_held(key, page, top, bottom, FIRST: gl.constexpr, RECENT: gl.constexpr):
 
 @gluon.jit
 def some_hidden(start, top, bottom, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr):
-    """Whether some row does not take some key of a tile by its code."""
+    """Return whether some row does not take some key of a tile by its code."""
     hidden = (start < FIRST) | (start + 64 + RECENT > top + 1)
     if WINDOW > 0:
         hidden = hidden | (start <= bottom - WINDOW)
