@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.groups import CacheGroup, CacheGroups
@@ -29,10 +30,11 @@ class RowsLeft:
     rows: int
     prompt_rows: int  # rows that prompts may have, a part of 'rows'
 
-    def most(self, missing: int, keep: int) -> int:
-        """The tokens of a request that misses this many, if 'keep' are left for others."""
+    def most(self, missing: int, keep: int, for_prompts: int = 0) -> int:
+        """The tokens of a request that misses this many, if 'keep' are left for others, and so many of those that
+        prompts may have for other prompts."""
         room = self.rows - keep
-        return max(min(missing, room if missing == 1 else min(room, self.prompt_rows)), 0)
+        return max(min(missing, room if missing == 1 else min(room, self.prompt_rows - for_prompts)), 0)
 
     def take(self, rows: int, missing: int) -> None:
         self.rows -= rows
@@ -136,7 +138,8 @@ class Scheduler:
             request = self.running[position]
             later = len(self.running) - position - 1  # each of these is sure of one row, whatever this chunk wants
             missing = request.num_tokens - request.num_computed
-            want = self.groups.cut(request, left.most(missing, keep=later), self.running)
+            kept = self._kept_for_shorter(position, missing, left.prompt_rows // 2) if missing > 1 else 0
+            want = self.groups.cut(request, left.most(missing, later, kept), self.running)
             if not want:  # earlier prompts have used up the limit
                 position += 1
                 continue
@@ -151,6 +154,18 @@ class Scheduler:
                 left.take(want, missing)
                 position += 1
         return work, preempted
+
+    def _kept_for_shorter(self, position: int, missing: int, most: int) -> int:
+        """Returns how many prompt tokens of a step are left for shorter prompts behind this one, so that they do not
+        wait for a long one: at most 'most', so that it goes on meanwhile."""
+        behind = (r.num_tokens - r.num_computed for r in self.running[position + 1 :])
+        arriving = (r.num_tokens for r in self.waiting) if self._may_admit else ()
+        kept = 0
+        for others in (*(n for n in behind if n > 1), *islice(arriving, self.max_seqs - len(self.running))):
+            kept += others if others < missing else 0
+            if kept >= most:
+                return most
+        return kept
 
     def _add_drafts(self, work: list[Work], depths: Mapping[Request, int], rows_left: int) -> None:
         """Adds drafts from what is left: they never cost another request its blocks."""

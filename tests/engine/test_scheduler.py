@@ -131,3 +131,43 @@ def test_a_refused_head_that_goes_away_does_not_keep_others_out() -> None:
     engine.abort("long")
     engine.step()
     assert {request.id for request in engine.scheduler.running} == {"a", "short"}
+
+
+@pytest.mark.parametrize("decoding", [0, 1])
+def test_a_short_prompt_does_not_wait_for_a_long_one(decoding: int) -> None:
+    """Its first token comes with the next step, and the long prompt takes as many steps as both tokens together."""
+    engine = fake_engine(num_blocks=512, max_seqs=4, max_step_tokens=64, max_model_len=1024)
+    for _ in range(decoding):
+        engine.add([3], forever(), "stream")
+        engine.step()
+        engine.step()
+    engine.add([1] * 900, SamplingParams(max_tokens=1), "long")
+    engine.step()
+    engine.step()
+    engine.add([2] * 5, SamplingParams(max_tokens=1), "short")
+    steps = 1 + 2 * decoding  # beside a stream, one or two steps measure what it costs alone
+    assert "short" in {output.request_id for _ in range(steps) for output in engine.step()}
+    while "long" in engine._by_id:
+        engine.step()
+    sizes = [rows for step in engine.runner.steps for name, rows in step if name == "long"]  # type: ignore[attr-defined]
+    assert sum(sizes) == 900 and (decoding or len(sizes) == -(-905 // 64))
+
+
+def test_a_long_prompt_goes_on_while_short_ones_keep_coming() -> None:
+    engine = fake_engine(num_blocks=512, max_seqs=4, max_step_tokens=64, max_model_len=1024)
+    engine.add([1] * 640, SamplingParams(max_tokens=1), "long")
+    steps = 0
+    while "long" in engine._by_id:
+        for number in range(3):
+            engine.add([2] * 40, SamplingParams(max_tokens=1), f"{steps}-{number}")
+        engine.step()
+        steps += 1
+    assert steps <= 20, "half of each step is its own"
+
+
+def test_prompts_of_one_length_are_read_in_order() -> None:
+    engine = fake_engine(num_blocks=512, max_seqs=4, max_step_tokens=64, max_model_len=1024)
+    for name in "abc":
+        engine.add([ord(name)] * 160, SamplingParams(max_tokens=1), name)
+    ended = [output.request_id for _ in range(8) for output in engine.step()]
+    assert ended == ["a", "b", "c"] and not engine.has_work
