@@ -29,13 +29,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from sparkdraft.backend import DRAFTING, GROWTH
+from sparkdraft.server.engine_client import EngineClient
+from sparkdraft.server.guards import Gate
 from sparkdraft.util.this_machine import HELD_BACK, POWER_LIMIT, REASONS, ask, held_back
-
-if TYPE_CHECKING:
-    from sparkdraft.server.service import Service
 
 log = logging.getLogger(__name__)
 EVERY = 2.0  # seconds between readings
@@ -159,10 +158,27 @@ class Alarm:
         self.times += active
 
 
+T = TypeVar("T")
+
+
+class Watched(Protocol):
+    """The part of a server that the watchdog reads and acts on (service.py)."""
+
+    client: EngineClient
+    gate: Gate
+
+    @property
+    def ready(self) -> bool: ...
+
+    async def engine_status(self) -> dict[str, Any]: ...
+
+    async def in_thread(self, work: Callable[[], T]) -> T: ...
+
+
 class Watchdog:
     def __init__(
         self,
-        service: Service,
+        service: Watched,
         memory: Callable[[], Memory | None] = memory_left,
         throttling: Callable[[str], tuple[list[str], str]] = throttling,
         clock: Callable[[], float] = time.monotonic,
