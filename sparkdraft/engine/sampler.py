@@ -132,11 +132,10 @@ class EditTables:
         asking = [request for request in requests if self._asks(request)]
         if not asking:
             return None
-        missing = sum(request not in self._slots for request in asking) - len(self._free)
-        for request in [each for each in self._slots if each not in requests][: max(missing, 0)]:
-            self.forget(request)  # it was preempted
         for request in asking:
             if request not in self._slots:
+                if not self._free:
+                    self.forget(next(each for each in self._slots if each not in requests))  # it was preempted
                 self._write(request)
         self._count(asking)
         return [self._slots.get(request, -1) for request in requests]

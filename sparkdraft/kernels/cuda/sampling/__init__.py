@@ -1,1 +1,1 @@
-"""What follows the logits: argmax with its gap, and decode steps that the device prepares by itself."""
+"""What follows the logits: edits, filters and draws, and decode steps that the device prepares by itself."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.pdl import enter
+from sparkdraft.kernels.cuda.sampling.argmax import best_of_part
 from sparkdraft.kernels.noise import ID, POSITION, SEED
 
 PARTS, BLOCK = 16, 1024  # of a row; columns that a program reads at a time
@@ -41,28 +42,6 @@ def _gumbel(at, ids):
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
     uniform = (((x >> 41) & 0x7FFFFF).to(tl.float32) + 0.5) / 8388608.0
     return -tl.log(-tl.log(uniform))
-
-
-@triton.jit
-def _largest_of_part(
-    logits, tops, top_ids, stride_row, columns, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """The largest logit of one part of one row, and its column; the lowest wins a tie, NaN never wins."""
-    enter(PDL)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    each = tl.cdiv(columns, PARTS)
-    end = tl.minimum((part + 1) * each, columns)
-    peak = tl.full([BLOCK], float("-inf"), tl.float32)
-    place = tl.full([BLOCK], 0, tl.int32)
-    for first in range(part * each, end, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        value = tl.load(logits + row * stride_row + column, mask=column < end, other=float("-inf"))
-        larger = value > peak
-        place = tl.where(larger, column, place)
-        peak = tl.where(larger, value, peak)
-    top = tl.max(peak, 0)
-    tl.store(tops + row * PARTS + part, top)
-    tl.store(top_ids + row * PARTS + part, tl.min(tl.where(peak == top, place, columns), 0))
 
 
 @triton.jit
@@ -265,7 +244,7 @@ def _sample(
     tops, bests, seconds = torch.empty((3, rows, PARTS), dtype=torch.float32, device=device)
     top_ids, best_ids = torch.empty((2, rows, PARTS), dtype=torch.int32, device=device)
     stride, cut = logits.stride(0), {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4}
-    run(_largest_of_part, (rows, PARTS), logits, tops, top_ids, stride, columns, **cut)
+    run(best_of_part, (rows, PARTS), logits, tops, top_ids, stride, columns, **cut)
     states = sums = tops  # not read where nothing draws
     search = cut | {"STEPS": STEPS, "WIDTH": WIDTH}
     draws = floats is not None and integers is not None
