@@ -253,6 +253,9 @@ class Request:
     max_output: int  # max_tokens, or less if the context ends first
     output_ids: list[int] = field(default_factory=list)  # appended by engine/output
     num_computed: int = 0  # advanced by the scheduler, back to 0 when preempted
+    # Ids of launched steps that have not been read: at least and at most so many. Kept by the engine.
+    least_unread: int = 0
+    most_unread: int = 0
     num_cached: int | None = None  # prompt tokens from the prefix cache, set by the scheduler at first admission
     blocks: array[int] = field(default_factory=lambda: array("i"))  # owned by the scheduler
     chain: list[int] = field(default_factory=list)  # the prefix cache's keys of the full blocks
@@ -266,6 +269,16 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def decodes(self) -> bool:
+        """True if all of its tokens but the last are computed, or in steps that were launched."""
+        return self.num_tokens - self.num_computed <= 1
+
+    @property
+    def next_start(self) -> int:
+        """An upper bound on the position of the first token of its next step."""
+        return self.num_tokens - 1 + self.most_unread if self.decodes else self.num_computed
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Known ids at positions [start, stop), which may span prompt and output."""

@@ -309,7 +309,8 @@ class RecurrentStates:
             memory = RecurrentState(state, base, key, update, decay, kept, sizes.most_rows)
             self.layers.append(StateLayer(self, memory))
         self.slot_of = torch.full((sizes.blocks,), -1, dtype=torch.int32, device=device)  # by block
-        self._slots = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        # Of the sequences of a step: prompts and, beside them, all slots of decoding requests.
+        self._slots = torch.full((2 * slots,), -1, dtype=torch.int32, device=device)
         self.slots = self._slots
 
     @property

@@ -28,9 +28,10 @@ from sparkdraft.drafters.base import Drafter, ReadsTarget
 from sparkdraft.drafters.find import Choice, DraftSource
 from sparkdraft.drafters.pairs import check_pair
 from sparkdraft.drafters.vocabulary import IdCounts
+from sparkdraft.engine.device_steps import DeviceSteps
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.overlap import OverlappedSteps
+from sparkdraft.engine.host_steps import HostSteps
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
@@ -117,10 +118,8 @@ def build_engine(
         torch.cuda.empty_cache()  # give back the memory that only loading needed
     runner = Runner(model, kv, plan, device, drafter.caps.aux_layers if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops, plan.max_seqs)
-    overlap = None
-    if plan.graphs and plan.device == "cuda":
-        overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts, sampler.edits)
-    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, groups, fallbacks, counts)
+    steps = DeviceSteps(runner, sampler, drafting) if plan.device == "cuda" else HostSteps(runner, sampler, drafting)
+    return Engine(plan, runner, sampler, tokenizer, drafting, steps, groups, fallbacks, counts)
 
 
 def _unknown_ends(tokenizer: Vocabulary, vocab_size: int) -> list[Fallback]:
@@ -160,7 +159,9 @@ def target_cache(
     cache, groups = kind.build(Build(full, numbers, *sizes, dtype, device, ops, same_bits_up_to, learned))
     if len(full) == model.num_layers:
         return cache, groups
-    room = StepRoom(plan.max_step_tokens, plan.max_seqs, -(-plan.max_model_len // plan.block_size))
+    # Beside prompts, decoding slots are padded, and both are sequences of a step.
+    rows, seqs = plan.max_step_tokens + plan.max_seqs, 2 * plan.max_seqs
+    room = StepRoom(rows, seqs, -(-plan.max_model_len // plan.block_size))
     slid, kept = {}, in_windows(kind).dtype(dtype)
     for size, window in windows.items():
         own = [spec for spec in model.cached_attention if spec.window == size]

@@ -77,6 +77,7 @@ class Drafting:
         """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
         the target's weights, in any unit. depths: those to choose from; None: automatic. cut: auto, on or off."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
+        self.reads_text = ngram  # whether the host looks for matches in the requests' texts
         self.is_off = False  # whether no request drafts, whatever it asks for
         self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
         self.whole = self._reason_not_to_cut(cut, proposer)  # why blocks of drafts are verified whole; "": they are cut
@@ -129,8 +130,6 @@ class Drafting:
 
     def propose(self, batch: Batch) -> None:
         """Fills in the drafts of all work that has room for them."""
-        for request in batch.preempted:
-            self._forget_rows(request)
         drafting = [w for w in batch.work if w.most_drafts]
         for work in drafting:
             work.source = self._of(work.request).source
@@ -143,7 +142,7 @@ class Drafting:
             if any(w.num_draft < w.most_drafts for w in neural):
                 self.controllers[self.model].verifies([w.num_draft for w in neural], len(batch.work))
 
-    def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
+    def observe(self, batch: Batch, num_accepted: Sequence[int], runner: Runner) -> None:
         """After the step: shows the drafter the committed tokens, and records what was accepted."""
         if not self.max_depth:
             return
@@ -249,7 +248,7 @@ class Drafting:
         return None if kept is None else kept.stats.as_dict()
 
     def release(self, request: Request) -> None:
-        self._forget_rows(request)
+        self.forget_rows(request)
         kept = self._requests.pop(request, None)
         if kept is not None:
             for source, controller in self.controllers.items():
@@ -312,9 +311,9 @@ class Drafting:
 
     def _limited(self, request: Request, depth: int) -> int:
         """Limits a depth: no drafts past the last token wanted, none where a block would pass the context's end."""
-        if request.num_tokens + self.lookahead > self._max_model_len:
+        if request.next_start + 1 + self.lookahead > self._max_model_len:
             return 0
-        most = request.max_output - len(request.output_ids) - 1
+        most = request.max_output - len(request.output_ids) - request.least_unread - 1
         if depth > most and self._asked(request) is None:
             return max(d for d in self.choices if d <= max(most, 0))
         return min(depth, most)
@@ -330,7 +329,7 @@ class Drafting:
         """The source that would draft. A long match in the own text is preferred: it is free and seldom wrong."""
         kept = self._of(request)
         kept.source = self.model if self.proposer and self.proposer.is_ready(request) else ""
-        if self.ngram:
+        if self.reads_text:
             index, known = kept.ngram, request.num_tokens
             if known - len(index) >= LOOK_EVERY or index.matches:
                 index.extend(request.ids(len(index), known))
@@ -338,6 +337,7 @@ class Drafting:
                     kept.source = "ngram"
         return kept.source
 
-    def _forget_rows(self, request: Request) -> None:
+    def forget_rows(self, request: Request) -> None:
+        """The request was preempted or has ended."""
         if self.proposer:
             self.proposer.release(request)

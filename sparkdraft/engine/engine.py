@@ -1,13 +1,12 @@
 """The engine: it takes requests, runs steps and returns outputs. `Engine.step` is the whole journey of a token.
 
-The scheduler decides, the drafter proposes, the runner runs the model, the sampler samples, and each request's `Output`
+The scheduler decides what a step runs; `steps` drafts, runs the model, samples and accepts; each request's `Output`
 makes text. It is not thread-safe: one caller adds, steps and aborts.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -20,15 +19,15 @@ from sparkdraft.cache.groups import CacheGroup
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, Fallback, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.drafters.vocabulary import IdCounts
-from sparkdraft.engine.accept import committed
-from sparkdraft.engine.drafting import Drafting, Outcome
+from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.drift import StepDrift
+from sparkdraft.engine.host_steps import HostSteps
 from sparkdraft.engine.output import Output
-from sparkdraft.engine.overlap import AHEAD, OverlappedSteps
 from sparkdraft.engine.pace import PromptPace
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
+from sparkdraft.engine.sampler import Sampler
 from sparkdraft.engine.scheduler import Scheduler
+from sparkdraft.engine.steps import StepRead, Steps
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
@@ -44,22 +43,29 @@ class Engine:
         sampler: Sampler,
         tokenizer: Vocabulary,
         drafting: Drafting,
-        overlap: OverlappedSteps | None = None,
+        steps: Steps | None = None,
         groups: Sequence[CacheGroup] = (),
         fallbacks: Sequence[Fallback] = (),
         counts: IdCounts | None = None,
     ) -> None:
-        """overlap: runs the steps in which all requests only decode; without it the host runs every step. groups: what
-        requests hold beside their blocks. fallbacks: what loading settled for. counts: of the ids that requests write,
-        if they are counted."""
+        """steps: runs the steps; None: the host runs them. groups: what requests hold beside their blocks. fallbacks:
+        what loading settled for. counts: of the ids that requests write, if they are counted."""
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting, self.overlap, self._fallbacks, self._counts = drafting, overlap, fallbacks, counts
+        self.drafting, self._fallbacks, self._counts = drafting, fallbacks, counts
+        self.steps: Steps = steps or HostSteps(runner, sampler, drafting)
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
         self.pace = PromptPace(plan.max_step_ms / 1e3, plan.max_step_tokens)
         self.scheduler = Scheduler(
-            self.pool, prefix, plan.max_seqs, plan.max_step_tokens, drafting.lookahead, groups, self.pace
+            self.pool,
+            prefix,
+            plan.max_seqs,
+            plan.max_step_tokens,
+            drafting.lookahead,
+            groups,
+            self.pace,
+            plan.max_model_len,
         )
         self.drift = StepDrift()
         self._outputs: dict[Request, Output] = {}
@@ -91,19 +97,22 @@ class Engine:
             Request(name, i, prompt_ids, params, _signed64(seed + i), max_output) for i in range(params.n)
         ]
         for request in self._by_id[name]:
-            self._outputs[request] = Output(request, self.tokenizer, grammar.start() if grammar else None)
+            state = grammar.start() if grammar else None
+            self._outputs[request] = Output(request, self.tokenizer, state)
+            if state:
+                self.steps.grammars[request] = state
         self.scheduler.add(self._by_id[name][0])  # its siblings follow once the prompt is in the prefix cache
         return name
 
     def abort(self, request_id: str) -> None:
         """Ends a request now. An id that has ended already is no error."""
         self._removed.clear()
-        if request_id in self._by_id:
-            self._ended += self.read_launched()
         for request in list(self._by_id.get(request_id, ())):
             request.finish = FinishReason.ABORT
             self._ended.append(StepOutput(request.id, request.index, [], "", request.finish))
             self._remove(request)
+        if not self.scheduler.running:
+            self.steps.abandon()
 
     def fail_batch(self) -> list[str]:
         """After an exception in a step or an abort: drops every request that may be left half changed. Returns their
@@ -116,8 +125,7 @@ class Engine:
         """
         if self.plan.device == "cuda":
             torch.cuda.synchronize()
-        if self.overlap:
-            self.overlap.abandon()
+        self.steps.abandon()
         waiting = self.scheduler.waiting
         broken = self.scheduler.running + [r for r in waiting if r.blocks]
         names = [*self._removed, *(request.id for request in broken)] or [r.id for r in list(waiting)[:1]]
@@ -126,6 +134,7 @@ class Engine:
                 self._remove(request)
         for request in waiting:  # one that was preempted or refused in this step may still hold something
             self.drafting.release(request)
+            self.steps.forget(request)
             self.scheduler.groups.drop(request)
         self.scheduler.prefix.clear()
         self._ended = [output for output in self._ended if output.request_id not in names]
@@ -137,38 +146,91 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Runs one pass of the target over everything that is scheduled."""
-        begin = time.perf_counter()
+        """Launches a step, then reads the one before it; on a CPU the same one."""
         self._removed.clear()
-        depths = self.drafting.depths(self.scheduler.decoding())
-        if self.overlap and self._can_overlap(self.overlap, depths):
-            return self._overlap_step(self.overlap, depths)
-        if read := self.read_launched():
-            return self._take_ended() + read  # these ids may end requests, so the next step is decided anew
-        batch = self.scheduler.schedule(depths)
-        if not batch.work:
-            return self._take_ended()
-        self.scheduler.groups.send()
-        self.drafting.propose(batch)
-        self._drop_refused_drafts(batch)
-        drafted = time.perf_counter()
-        logits = self.runner.run(batch)
-        sampled = self.sampler(logits, self._sample_rows(batch))
-        self._score_prompts(batch)
-        outputs = self._commit(batch, sampled)
-        end = time.perf_counter()
-        self.drafting.timed(batch, drafted - begin, end - drafted)
-        for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
-            self._follow_up(output, work.request)
-        if num_decoding := sum(work.decodes for work in batch.work):
-            self.pace.learn(num_decoding, batch.num_prompt_rows, end - begin)
-        if batch.decodes:
-            self.drift.learn(num_decoding, batch.num_rows, sum(w.stop for w in batch.work), end - begin)
+        batch = self._schedule()
+        if batch:
+            self._launch(batch)
+        outputs: list[StepOutput] = []
+        if self.steps.num_unread > (self.steps.ahead if batch else 0):
+            outputs = self._commit(self.steps.read())
+        self.steps.complete()
         return self._take_ended() + outputs
+
+    def _schedule(self) -> Batch | None:
+        """The work of the next step; None: there is none, or a launched step must be read first."""
+        batch = self.scheduler.schedule(self.drafting.depths(self.scheduler.decoding()))
+        if batch is None or not batch.work:
+            return None
+        for request in batch.preempted:
+            self.drafting.forget_rows(request)
+            self.steps.forget(request)
+        reach = self.steps.reach(max(work.most_drafts for work in batch.work))
+        if not (self.steps.fits(batch) and self.scheduler.reserve(reach)):
+            for work in batch.work:
+                work.most_drafts = 0
+        return batch
+
+    def _launch(self, batch: Batch) -> None:
+        """Starts a step. A prompt's tokens count as computed from here on: later steps run after this one."""
+        self.scheduler.groups.send()
+        self.steps.launch(batch)
+        for work in batch.work:
+            if not work.decodes:
+                self.scheduler.commit(work.request, work.num_known)
+            if work.samples:
+                work.request.least_unread += 1
+                work.request.most_unread += 1 + work.most_drafts
+
+    def _commit(self, read: StepRead) -> list[StepOutput]:
+        """Makes outputs of what a step wrote and advances its requests, but for those that have ended since."""
+        for result in read.results:
+            if result.work.samples:
+                result.work.request.least_unread -= 1
+                result.work.request.most_unread -= 1 + result.work.most_drafts
+        read.results = [result for result in read.results if not result.work.request.finish]
+        outputs: list[StepOutput] = []
+        num_accepted = [0] * len(read.results)
+        for i, result in enumerate(read.results):
+            work, request = result.work, result.work.request
+            if result.prompt_logprobs is not None:
+                self._outputs[request].push_prompt(work.start, result.prompt_logprobs)
+            if work.samples:
+                output = self._outputs[request].push(result.ids, result.logprobs)
+                output.num_accepted = num_accepted[i] = _num_accepted(result.ids, output)
+                # The last id is known, but its token is not computed yet. A prompt's tokens were committed at launch.
+                if count := len(output.ids) - (not work.decodes):
+                    self.scheduler.commit(request, count)
+                outputs.append(output)
+        self.steps.learn(read, num_accepted)
+        self._learn_time(read)
+        for output, result in zip(outputs, (r for r in read.results if r.work.samples), strict=True):
+            self._follow_up(output, result.work.request)
+        if not self.scheduler.running:
+            self.steps.abandon()  # what is launched holds ended requests only
+        return outputs
+
+    @torch.inference_mode()
+    def drain(self) -> list[StepOutput]:
+        """Reads every launched step."""
+        outputs: list[StepOutput] = []
+        while self.steps.num_unread:
+            outputs += self._commit(self.steps.read())
+        return outputs
+
+    def _learn_time(self, read: StepRead) -> None:
+        decoding = [result for result in read.results if result.work.decodes]
+        if decoding:
+            self.pace.learn(len(decoding), read.batch.num_prompt_rows, read.seconds)
+        if decoding and read.batch.decodes:
+            rows = sum(1 + result.num_draft for result in decoding)
+            context = sum(result.work.request.num_tokens for result in decoding)
+            self.drift.learn(len(decoding), rows, context, read.seconds)
 
     def warm_up(self) -> None:
         """Runs the shapes that a single request brings: this compiles kernels, captures steps, and measures the cost of
         a step at each depth. Raises NotFinite."""
+        self.steps.capture()
         self._try(0, [*range(16)], 1)  # whatever the depths, a model that computes NaN shows it here
         if self.drafting.proposer:
             self.runner.record_rows(1 + self.drafting.max_depth)
@@ -243,63 +305,6 @@ class Engine:
         """
         return self.plan.kernels != "reference"
 
-    # ---- overlapped steps
-
-    def _can_overlap(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> bool:
-        deepest, running = max(depths.values(), default=0), self.scheduler.running
-        return (
-            self.scheduler.only_decoding
-            and overlap.num_rows(len(running), deepest) <= self.plan.max_step_tokens
-            and all(overlap.takes(request, deepest) for request in running)
-            and not self.drafting.drafts_from_text(depths)
-            and self.scheduler.reserve(overlap.max_unread_ids + overlap.reach(deepest))
-        )
-
-    def _overlap_step(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> list[StepOutput]:
-        """Launches a step, then reads the one before it."""
-        self.scheduler.groups.send()
-        running = self.scheduler.running
-        terms = self.drafting.cut_terms(running, depths) if overlap.slots.cuts else []
-        overlap.launch(running, [depths.get(r, 0) for r in running], terms)
-        outputs = self._read_step(overlap) if overlap.num_unread == AHEAD else []
-        if any(output.finish for output in outputs):
-            outputs += self.read_launched()  # the step already launched still contains the request that ended
-        return self._take_ended() + outputs
-
-    @torch.inference_mode()
-    def read_launched(self) -> list[StepOutput]:
-        """Reads every launched step and ends the overlap."""
-        outputs: list[StepOutput] = []
-        if self.overlap and self.overlap.requests:
-            while self.overlap.num_unread:
-                outputs += self._read_step(self.overlap)
-            self.overlap.end()
-            for request in [r for r in self.scheduler.running if r.finish]:
-                self._remove(request)
-        return outputs
-
-    def _read_step(self, overlap: OverlappedSteps) -> list[StepOutput]:
-        """Commits the results of a step. Results of requests that ended in an earlier step are dropped."""
-        outputs, steps = [], []
-        for result in overlap.read():
-            request = result.request
-            if request.finish:
-                continue
-            output = self._outputs[request].push(result.ids)
-            output.num_accepted = _num_accepted(result.ids, output)
-            self.scheduler.commit(request, len(output.ids))
-            outputs.append(output)
-            steps.append(Outcome(request, result.drafted, result.num_draft, output.num_accepted, result.gaps))
-        if steps:
-            self.drafting.learn_overlapped(steps, overlap.step_seconds, overlap.verify_seconds)
-            self.pace.learn(len(steps), 0, overlap.step_seconds)
-            rows, context = sum(1 + step.verified for step in steps), sum(s.request.num_tokens for s in steps)
-            self.drift.learn(len(steps), rows, context, overlap.step_seconds)
-        for output, step in zip(outputs, steps, strict=True):
-            if step.request.finish:  # it is removed once every launched step has been read
-                output.speculation = self.drafting.report(step.request)
-        return outputs
-
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         limit, vocab = self.plan.max_model_len, self.sampler.vocab_size
         if not prompt_ids:
@@ -314,49 +319,6 @@ class Engine:
                 raise UserError(f"{name} holds the token id {wrong}; ids go from 0 to {vocab - 1}")
         self.drafting.check(params)
 
-    def _drop_refused_drafts(self, batch: Batch) -> None:
-        """Drops the drafts from the first one on that breaks the request's grammar."""
-        for work in batch.work:
-            grammar = self._outputs[work.request].grammar
-            if grammar and work.drafts:
-                valid = grammar.num_valid(work.drafts)
-                work.num_refused = work.num_draft - valid
-                work.drafts = work.drafts[:valid]
-
-    def _sample_rows(self, batch: Batch) -> list[SampleRow]:
-        """One row per id that may be committed: after the known ids, then after each draft."""
-        return [
-            SampleRow(w.request, w.drafts[:i], self._outputs[w.request].grammar)
-            for w in batch.work
-            for i in range(w.num_sampled)
-        ]
-
-    def _score_prompts(self, batch: Batch) -> None:
-        row = 0
-        for work in batch.work:
-            top = work.request.params.prompt_logprobs
-            if top is not None and not work.request.output_ids:
-                self._outputs[work.request].push_prompt(work.start, self.runner.prompt_logprobs(work, row, top))
-            row += work.num_scheduled
-
-    def _commit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
-        """Accepts drafts, makes outputs and advances each request."""
-        outputs: list[StepOutput] = []
-        ids, first = sampled.ids.tolist(), 0
-        num_accepted = [0] * len(batch.work)
-        for i, work in enumerate(batch.work):
-            num_rows = work.num_known
-            if work.samples:
-                new = committed(work.drafts, ids[first : first + work.num_sampled])
-                output = self._outputs[work.request].push(new, sampled.report(first, new))
-                output.num_accepted = num_accepted[i] = _num_accepted(new, output)
-                num_rows += len(output.ids) - 1  # the last id is known, but its row is not computed yet
-                outputs.append(output)
-                first += work.num_sampled
-            self.scheduler.commit(work.request, num_rows)
-        self.drafting.observe(batch, num_accepted, self.runner)
-        return outputs
-
     def _follow_up(self, output: StepOutput, request: Request) -> None:
         if request.index == 0 and len(request.output_ids) == len(output.ids):  # these ids are its first output
             for sibling in self._by_id[request.id][1:]:
@@ -370,7 +332,8 @@ class Engine:
         if self._counts:
             self._counts.add(request.output_ids)
         self.scheduler.finish(request)
-        self.sampler.forget(request)
+        self.steps.forget(request)
+        self.steps.grammars.pop(request, None)
         self.drafting.release(request)
         del self._outputs[request]
         siblings = self._by_id[request.id]

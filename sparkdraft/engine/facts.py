@@ -67,7 +67,7 @@ def asked_by_drafter(drafter: Drafter, plan: Plan) -> KernelShapes:
 
 def _graphs(engine: Engine) -> Fact:
     name, plan = "decode steps", engine.plan
-    if engine.runner.graphs:
+    if engine.runner.graphs or (plan.graphs and plan.device == "cuda"):
         return Fact(name, f"replayed from graphs, at most {GRAPHS[plan.kernels].most} of each kind")
     reason = "graphs is off"
     if of_format := kv_format(plan.kv).no_graphs(plan.kernels):
@@ -81,10 +81,9 @@ def _graphs(engine: Engine) -> Fact:
 
 def _overlap(engine: Engine) -> Fact:
     name = "overlapped steps"
-    if engine.overlap:
+    if engine.steps.ahead:
         return Fact(name, "on: the next decode step is launched before the last one is read")
-    on_cpu = "the CPU that would prepare the next step computes this one"
-    return Fact(name, "off", on_cpu if engine.plan.device == "cpu" else "graphs is off")
+    return Fact(name, "off", "the CPU that would prepare the next step computes this one")
 
 
 def _bits(engine: Engine) -> Fact:
@@ -101,7 +100,7 @@ def _drafting(engine: Engine) -> list[Fact]:
     if not proposer:
         return []
     where = "by the host, before they are verified"
-    if engine.overlap:
+    if engine.steps.ahead:
         where = "on the device, where rows past the cut write nothing and reach no expert"
     found = [Fact(CUT, f"cut where their own confidence no longer pays, unless the depth is fixed: {where}")]
     if not engine.drafting.cuts:
@@ -113,7 +112,7 @@ def _drafting(engine: Engine) -> list[Fact]:
     found.append(Fact("drafter's weights", reads))
     if proposer.chain:
         value, reason = f"{caps.name}, one per draft, up to {proposer.max_depth} per step", ""
-        if engine.overlap:
+        if engine.steps.ahead:
             value += "; all of a step in one graph, that of an overlapped step"
         elif engine.plan.graphs:
             value, reason = f"{value}; one graph, replayed for each", "ids are picked between passes"

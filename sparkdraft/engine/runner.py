@@ -37,12 +37,13 @@ class Runner:
         self.model, self.kv, self.plan, self.aux_layers = model, kv, plan, aux_layers
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.inputs = StepInputs(plan.max_step_tokens, plan.max_seqs, max_blocks, plan.block_size, device)
-        shape = (plan.max_step_tokens if aux_layers else 0, len(aux_layers), model.config.hidden_size)
+        rows = plan.max_step_tokens + plan.max_seqs  # with the padding of decoding slots (engine/device_steps.py)
+        shape = (rows if aux_layers else 0, len(aux_layers), model.config.hidden_size)
         self.aux_hidden = torch.empty(shape, dtype=model.dtype, device=device)  # hidden states of the last step's rows
         self.graphs: Graphs | None = None
         self.unrecorded: list[str] = []  # why steps are not replayed although the plan says so
         self._residual: Tensor | None = None  # of the last eager step, for prompt log-probabilities
-        if plan.graphs:
+        if plan.graphs and plan.device == "cpu":
             self._record()
 
     def run(self, batch: Batch) -> Tensor:
@@ -58,19 +59,22 @@ class Runner:
         self._residual = self._forward(shape, max_context)
         return self._logits(shape, self._residual)
 
-    def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
-        """The log-probabilities of the prompt ids that follow the tokens of one chunk, which has just run."""
+    def prompt_logprobs(
+        self, work: Work, first_row: int, top: int, residual: Tensor | None = None
+    ) -> list[TokenLogprob]:
+        """The log-probabilities of the prompt ids that follow the tokens of one chunk. residual: of its step; None: of
+        the step that has just run here."""
+        residual = self._residual if residual is None else residual
         request, start = work.request, work.start
         stop = min(start + work.num_known, request.num_prompt - 1)
         out: list[TokenLogprob] = []
         if stop <= start:  # a prompt of one id, whose step may have been replayed, which leaves no residual
             return out
-        assert self._residual is not None
+        assert residual is not None
         for low in range(start, stop, PROMPT_LOGPROB_ROWS):
             high = min(low + PROMPT_LOGPROB_ROWS, stop)
-            rows = self._residual[first_row + low - start : first_row + high - start]
-            scores = self.model.logits(rows).log_softmax(-1)
-            out += token_logprobs(scores, request.prompt_ids[low + 1 : high + 1], top)
+            rows = residual[first_row + low - start : first_row + high - start]
+            out += token_logprobs(self.model.logits(rows), request.prompt_ids[low + 1 : high + 1], top)
         return out
 
     def _recordable(self, batch: Batch) -> Shape | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,15 +47,14 @@ class SampleRow(NamedTuple):
 @dataclass(slots=True)
 class Sampled:
     ids: Tensor  # int64 [rows], on the device; reading it is the only wait of the step. accept.NONE: no finite logit
-    # row -> (log-probabilities [vocab], number of alternatives), where requested
-    logprobs: dict[int, tuple[Tensor, int]]
+    logits: dict[int, tuple[Tensor, int]]  # row -> (the model's own [vocab], number of alternatives), where requested
 
     def report(self, first: int, chosen: list[int]) -> list[TokenLogprob] | None:
         """Log-probabilities of consecutive rows of one request, from row 'first' on."""
-        if first not in self.logprobs:
+        if first not in self.logits:
             return None
-        rows = torch.stack([self.logprobs[first + i][0] for i in range(len(chosen))])
-        return token_logprobs(rows, chosen, self.logprobs[first][1])
+        rows = torch.stack([self.logits[first + i][0] for i in range(len(chosen))])
+        return token_logprobs(rows, chosen, self.logits[first][1])
 
 
 class Draws(NamedTuple):
@@ -82,6 +81,13 @@ class Draws(NamedTuple):
         if device.type != "cpu":
             tensors = [tensor.to(device) for tensor in tensors]
         return cls(*tensors)
+
+
+def staged(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy on the device, made without waiting for it. Torch does not reuse pinned memory while it is copied."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class EditTables:
@@ -129,28 +135,21 @@ class EditTables:
     def slots(self, requests: Sequence[Request]) -> list[int] | None:
         """The slot of each request, whose tables are up to date with its output; -1 if it asks for nothing, None if
         none asks."""
-        asking = [request for request in requests if self._asks(request)]
+        asking = [request for request in requests if self.asks(request)]
         if not asking:
             return None
         for request in asking:
             if request not in self._slots:
-                if not self._free:
-                    self.forget(next(each for each in self._slots if each not in requests))  # it was preempted
                 self._write(request)
         self._count(asking)
         return [self._slots.get(request, -1) for request in requests]
-
-    def counted(self, request: Request) -> None:
-        """The device has counted all of its output by itself."""
-        if request in self._counted:
-            self._counted[request] = len(request.output_ids)
 
     def forget(self, request: Request) -> None:
         self._counted.pop(request, None)
         if request in self._slots:
             self._free.append(self._slots.pop(request))
 
-    def _asks(self, request: Request) -> bool:
+    def asks(self, request: Request) -> bool:
         params = request.params
         return bool(params.has_penalties or params.logit_bias or self._excluded(request))
 
@@ -163,17 +162,19 @@ class EditTables:
         params, excluded, tables = request.params, self._excluded(request), self.tables
         slot = self._slots[request] = self._free.pop()
         biased, until = sorted({*params.logit_bias, *excluded}), request.num_prompt + params.min_tokens
+        device, count = self._device, len(biased)
         tables.biased[slot].fill_(-1)
-        tables.biased[slot, : len(biased)] = torch.tensor(biased, dtype=torch.int32, device=self._device)
-        bias = [params.logit_bias.get(each, 0.0) for each in biased]
-        tables.bias[slot, : len(biased)] = torch.tensor(bias, device=self._device)
-        last = [until if each in excluded else 0 for each in biased]
-        tables.until[slot, : len(biased)] = torch.tensor(last, dtype=torch.int32, device=self._device)
+        if biased:
+            tables.biased[slot, :count] = staged(biased, torch.int32, device)
+            bias = [params.logit_bias.get(each, 0.0) for each in biased]
+            tables.bias[slot, :count] = staged(bias, torch.float32, device)
+            last = [until if each in excluded else 0 for each in biased]
+            tables.until[slot, :count] = staged(last, torch.int32, device)
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        tables.penalties[slot] = torch.tensor(penalties, device=self._device)
+        tables.penalties[slot] = staged(penalties, torch.float32, device)
         if params.has_penalties:
             tables.counts[slot].zero_()
-            tables.counts[slot, torch.tensor(request.prompt_ids, device=self._device)] = IN_PROMPT
+            tables.counts[slot].index_fill_(0, staged(request.prompt_ids, torch.int64, device), IN_PROMPT)
             self._counted[request] = 0
 
     def _count(self, requests: Sequence[Request]) -> None:
@@ -185,7 +186,7 @@ class EditTables:
                 places += [start + each for each in request.output_ids[self._counted[request] :]]
                 self._counted[request] = len(request.output_ids)
         if places:
-            index = torch.tensor(places, device=self._device)
+            index = staged(places, torch.int64, self._device)
             self.tables.counts.view(-1).index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
 
@@ -208,13 +209,13 @@ class Sampler:
         """Sample an id from each row of 'logits' (float32 [rows, vocab], which is edited in place)."""
         if takes_likeliest(rows):
             return Sampled(checked(logits, pick(self.ops, logits, None)), {})
-        logprobs = self._raw_logprobs(logits, rows)
+        raw = self._raw_logits(logits, rows)
         if edits := self.edits.of(rows):
             self.ops.edit_logits(logits, edits)
         if any(r.grammar for r in rows):
             self._constrain(logits, rows)
         draws = Draws.of([r.request for r in rows], [r.position for r in rows], logits.device)
-        return Sampled(checked(logits, pick(self.ops, logits, draws)), logprobs)
+        return Sampled(checked(logits, pick(self.ops, logits, draws)), raw)
 
     def forget(self, request: Request) -> None:
         self.edits.forget(request)
@@ -232,10 +233,10 @@ class Sampler:
             if row.grammar and not row.ahead:  # the first row of its request; the rows of a request are consecutive
                 last = next((i for i in range(first + 1, len(rows)) if not rows[i].ahead), len(rows)) - 1
                 for index, mask in enumerate(row.grammar.masks(rows[last].ahead), first):
-                    masks[index] = self._keep_open(mask, rows[index])
+                    masks[index] = self.keep_open(mask, rows[index])
         forbid(logits, list(masks), np.stack([*masks.values()]))
 
-    def _keep_open(self, mask: Mask, row: SampleRow) -> Mask:
+    def keep_open(self, mask: Mask, row: SampleRow) -> Mask:
         """Remove the end of the text from a mask where the text must go on (min_tokens, ignore_eos), unless nothing
         else is allowed."""
         params = row.request.params
@@ -247,9 +248,10 @@ class Sampler:
             open_mask[token // 8] &= 255 ^ (1 << token % 8)
         return open_mask if open_mask.any() else mask
 
-    def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
+    def _raw_logits(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
+        """Copies rows before they are edited."""
         wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}
-        return {i: (logits[i].log_softmax(-1), top) for i, top in wanted.items() if top is not None}
+        return {i: (logits[i].clone(), top) for i, top in wanted.items() if top is not None}
 
 
 def pick(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
@@ -283,30 +285,45 @@ def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
     return True
 
 
-def forbid(logits: Tensor, rows: list[int], masks: Mask) -> None:
+def forbid(logits: Tensor, rows: Sequence[int], masks: Mask) -> None:
     """Set -inf in these rows for every id whose bit is 0. masks: uint8 [rows, bytes], the lowest bit is the first
     id."""
-    vocab = logits.shape[1]
+    table, vocab = logits.numpy(), logits.shape[1]
+    for row, mask in zip(rows, masks, strict=True):
+        np.minimum(table[row], BOUNDS.take(mask, 0).ravel()[:vocab], out=table[row])
+
+
+def forbid_rows(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """`forbid` on any device, without waiting for it."""
     if logits.device.type == "cpu":
-        table = logits.numpy()
-        for row, mask in zip(rows, masks, strict=True):
-            np.minimum(table[row], BOUNDS.take(mask, 0).ravel()[:vocab], out=table[row])
+        forbid(logits, rows.tolist(), masks.numpy())
         return
-    bounds, index = torch.from_numpy(BOUNDS).to(logits.device), torch.tensor(rows, device=logits.device)
-    most = bounds[torch.from_numpy(masks).to(logits.device).int()].flatten(1)  # [rows, ids]
-    logits[index] = logits[index].minimum(most[:, :vocab])
+    bits = (masks.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1  # [rows, bytes, 8]
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
 
-def token_logprobs(logprobs: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log-probability reports from rows of log-probabilities [rows, vocab]. All rows share one top-k and one transfer,
-    as float64, which represents ids and float32 exactly."""
+def score_ids(logits: Tensor, chosen: Tensor, top: int) -> Tensor:  # float64 [rows, 1 + 2 * top]
+    """The log-probability of the chosen id of each row, then those of the most likely ids, then these ids. float64
+    represents ids and float32 exactly, so that one transfer brings all."""
+    logprobs = logits.log_softmax(-1)
     best = torch.topk(logprobs, top)
-    own = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device).unsqueeze(1))
-    table = torch.cat([own.double(), best.values.double(), best.indices.double()], 1).tolist()
+    own = logprobs.gather(1, chosen.unsqueeze(1))
+    return torch.cat([own.double(), best.values.double(), best.indices.double()], 1)
+
+
+def read_scores(table: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Reports of rows that `score_ids` has made, with at most as many alternatives as they hold."""
+    most = (table.shape[1] - 1) // 2
     return [
-        TokenLogprob(token, row[0], [(int(i), value) for i, value in zip(row[1 + top :], row[1:], strict=False)])
-        for token, row in zip(chosen, table, strict=True)
+        TokenLogprob(token, row[0], [(int(row[1 + most + i]), row[1 + i]) for i in range(top)])
+        for token, row in zip(chosen, table.tolist(), strict=True)
     ]
+
+
+def token_logprobs(logits: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log-probability reports from rows of logits."""
+    return read_scores(score_ids(logits, torch.tensor(chosen, device=logits.device), top), chosen, top)
 
 
 class Sure(NamedTuple):

@@ -5,6 +5,10 @@ gets its tokens in chunks. A decoding request wants one token, which drafts may 
 youngest request gives its blocks back and starts over later. While some requests decode, the prompt tokens of a step
 are limited (engine/pace.py). Cache groups (cache/groups.py) are told of everything that happens to a request, and may
 refuse blocks, shorten a chunk or shorten a prefix hit. No tensors.
+
+Where steps are launched before the last one is read, the length of a decoding request is known up to a bound
+(`Request.next_start`), and its blocks cover the bound. A decision that needs the exact length, such as a preemption,
+waits until everything launched has been read.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from itertools import islice
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.groups import CacheGroup, CacheGroups
 from sparkdraft.cache.prefix import ROOT, Hit, PrefixCache
-from sparkdraft.core import Batch, Request, Work
+from sparkdraft.core import MAX_COUNT, Batch, Request, Work
 from sparkdraft.engine.pace import PromptPace
 
 Room = tuple[int, ...]  # free blocks, and the free units of each group
@@ -51,10 +55,11 @@ class Scheduler:
         lookahead: int = 0,
         groups: Sequence[CacheGroup] = (),
         pace: PromptPace | None = None,
+        max_context: int = MAX_COUNT,
     ) -> None:
         """lookahead: positions after its known ids for which a drafting request needs slots. groups: what requests hold
         beside their blocks. pace: limits prompt tokens while others decode; without it a chunk takes all tokens of a
-        step."""
+        step. max_context: positions of a request at most; none past it needs a block."""
         assert max_step_tokens >= max_seqs, (
             f"max_step_tokens {max_step_tokens} below max_seqs {max_seqs}: decode rows would starve"
         )
@@ -66,6 +71,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.groups = CacheGroups(groups)
         self.pace = pace
+        self.max_context = max_context
         self.num_preempted = 0  # since the start, or since Engine.reset_counts
         prefix.prefers = self.groups.prefers
         self.waiting: deque[Request] = deque()
@@ -81,16 +87,22 @@ class Scheduler:
 
     def decoding(self) -> list[Request]:
         """Running requests that want one token. Only these may draft."""
-        return [r for r in self.running if r.num_tokens - r.num_computed == 1]
+        return [r for r in self.running if r.decodes]
 
-    def schedule(self, depths: Mapping[Request, int] | None = None) -> Batch:
-        """Schedules everything running, oldest first; then as many waiting requests as fit; then drafts.
+    def schedule(self, depths: Mapping[Request, int] | None = None) -> Batch | None:
+        """Schedules everything running, oldest first; then as many waiting requests as fit; then drafts. None: a
+        launched step must be read first.
 
         depths: drafts wanted after a decoding request's token. Drafts get only spare tokens and free blocks.
         """
+        if self._must_read:
+            return None
         depths = depths or {}
         left = self._rows_of_a_step()
-        work, preempted = self._continue(left)
+        continued = self._continue(left)
+        if continued is None:
+            return None
+        work, preempted = continued
         if not preempted:
             # Drafts give up their rows if a waiting request would otherwise get none.
             wanted = sum(depths.values())
@@ -110,9 +122,18 @@ class Scheduler:
         """Return whether every running request wants one token and no waiting request can be admitted."""
         return bool(self.running) and not self._may_admit and len(self.decoding()) == len(self.running)
 
+    @property
+    def _must_read(self) -> bool:
+        """Whether a request may have reached the end of its context, or all are sure to end in launched steps."""
+        unread = [r for r in self.running if r.most_unread]
+        if any(r.next_start >= self.max_context for r in unread):
+            return True
+        end = all(len(r.output_ids) + r.least_unread >= r.max_output for r in unread)
+        return bool(unread) and end and len(unread) == len(self.running) and not self._may_admit
+
     def reserve(self, rows: int) -> bool:
-        """Reserves blocks for this many tokens of every running request, if that preempts nobody."""
-        return all(self._grow(request, rows) for request in self.running)
+        """Reserves blocks for this many tokens of every decoding request, if that preempts nobody."""
+        return all(self._grow(request, rows) for request in self.decoding())
 
     def finish(self, request: Request) -> None:
         """Removes a request, whether it runs or waits, and releases its blocks."""
@@ -129,21 +150,24 @@ class Scheduler:
             return RowsLeft(self.max_step_tokens, self.max_step_tokens)
         return RowsLeft(self.max_step_tokens, self.pace.most_rows(num_decoding))
 
-    def _continue(self, left: RowsLeft) -> tuple[list[Work], list[Request]]:
-        """Tokens for running requests: (work, preempted requests). Prompts share their limit."""
+    def _continue(self, left: RowsLeft) -> tuple[list[Work], list[Request]] | None:
+        """Tokens for running requests: (work, preempted requests). Prompts share their limit. None: a request would
+        have to be preempted, and launched steps that have not been read may write to its blocks."""
         work: list[Work] = []
         preempted: list[Request] = []
         position = 0
         while position < len(self.running):
             request = self.running[position]
             later = len(self.running) - position - 1  # each of these is sure of one row, whatever this chunk wants
-            missing = request.num_tokens - request.num_computed
+            missing = max(request.num_tokens - request.num_computed, 1)
             kept = self._kept_for_shorter(position, missing, left.prompt_rows // 2) if missing > 1 else 0
             want = self.groups.cut(request, left.most(missing, later, kept), self.running)
             if not want:  # earlier prompts have used up the limit
                 position += 1
                 continue
             while not self._grow(request, want):
+                if any(r.most_unread for r in self.running):
+                    return None
                 if self._give_back_look_ahead():
                     continue
                 preempted.append(self._preempt_youngest())
@@ -240,7 +264,8 @@ class Scheduler:
 
     def _grow(self, request: Request, rows: int) -> bool:
         """Gives a request the blocks and groups that its next tokens need: all of them or none."""
-        needed = -(-(request.num_computed + rows) // self.block_size) - len(request.blocks)
+        stop = min(request.next_start + rows, self.max_context)
+        needed = -(-stop // self.block_size) - len(request.blocks)
         if needed <= 0:
             return True
         if needed > self.pool.num_free or not self.groups.can_grow(request, needed):
@@ -276,4 +301,4 @@ class Scheduler:
 
 def _work(request: Request, rows: int) -> Work:
     start = request.num_computed
-    return Work(request, start, rows, start + rows == request.num_tokens)
+    return Work(request, start, rows, request.decodes or start + rows == request.num_tokens)

@@ -2,30 +2,36 @@
 
 Drafting, cutting, verifying, sampling, accepting and observing read and change the slots in place. No number of a step
 passes through the host, so a step can be captured as a whole and launched before the last one has been read.
-engine/overlap.py decides which request has which slot, and when.
+engine/device_steps.py decides which request has which slot, and when.
 
     a slot            token, the last committed id, at position length - 1: the anchor of the next step
-    rows of a step    | token | draft 1 | ... | draft kept |      positions length - 1 .. length - 1 + kept
+    rows of a step    | prompt chunks | token | draft 1 | ... | draft kept | token ... |     slot after slot
     after it          length grows by 1 + accepted; rows behind the accepted ones are overwritten by the next step
 
 The number of rows of a captured step is fixed, and how many of them are alive is decided on the device: a slot keeps as
 many drafts as the host asked for, or fewer where the drafter is not sure enough of them (`cut`). Rows that are not kept
 are dead (kernels/reference/stepping.py): they write nothing, attend to nothing and reach no expert.
+
+A step has two halves: `forward` drafts and runs the target, `finish` samples, accepts and observes. Prompt chunks lie
+in front of the slots' rows in the same pass. The chunk that ends a prompt samples the request's first id and fills its
+slot, so the next step decodes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from sparkdraft.core import MAX_LOGPROBS
 from sparkdraft.drafters.base import Anchors, CommittedRows, Score
 from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws, EditTables, ids_of, pick, pick_sure
+from sparkdraft.engine.sampler import Draws, EditTables, forbid_rows, ids_of, pick, pick_sure, score_ids
 from sparkdraft.kernels.ops import AttentionView, CutTerms, LogitEdits, PackedRows
 from sparkdraft.models.common.blocks import Step
 
@@ -45,8 +51,46 @@ class StepKind(NamedTuple):
 
     seqs: int
     depth: int
-    draws: bool  # whether any slot samples, with whatever filters
-    edits: bool = False  # whether any slot asks for penalties, biases or a least length
+    draws: bool  # whether any slot samples or edits its logits, in whatever way
+
+
+class Chunks(NamedTuple):
+    """Prompt chunks of a step: integers on the device, and how many there are."""
+
+    ids: Tensor  # int32 [tokens], as are the next two
+    positions: Tensor
+    slots: Tensor
+    view: AttentionView  # of these tokens alone
+    ends: Tensor  # int64 [prompts that end]: the row of the last token of each
+    slot: Tensor  # int64 [prompts that end]: the slot that it takes
+    next_ids: Tensor | None = None  # int32 [tokens]: the id after each, for a chain drafter; any where it is sampled
+
+
+class Ran(NamedTuple):
+    """What the first half of a step leaves to the second."""
+
+    residual: Tensor  # [tokens, hidden]: prompt chunks, then the slots' rows
+    aux_hidden: Tensor | None  # of the same tokens; None where the drafter observes them later
+    rows: PackedRows | None = None  # of the slots; None where none decodes, as are the next three
+    kept: Tensor | None = None
+    drafts: Tensor | None = None  # None at depth 0
+    gaps: Tensor | None = None  # None where blocks are not cut
+
+
+class Asked(NamedTuple):
+    """What the host adds to the second half of a step: grammars, and the wish for log-probabilities."""
+
+    masked: Tensor | None  # int64 [n]: rows of logits
+    masks: Tensor | None  # uint8 [n, bytes]: the ids that each may take
+    scored: Tensor | None  # int64 [m]: rows of logits whose log-probabilities are wanted
+
+
+class Sampled(NamedTuple):
+    """What a step has written: of slots as `Slots.step` returns it, and of prompts that ended."""
+
+    slots: Tensor | None  # int32 [seqs, ...]
+    firsts: Tensor | None  # int32 [prompts that end]; NONE where the step computed NaN
+    scores: Tensor | None = None  # float64 [m, 1 + 2 * MAX_LOGPROBS], see sampler.score_ids
 
 
 class Slots:
@@ -56,11 +100,11 @@ class Slots:
         proposer: Proposer | None,
         ring: int,
         device: torch.device,
+        edits: EditTables,
         cuts: bool = False,
-        edits: EditTables | None = None,
     ) -> None:
         """ring: the number of plain steps whose hidden states are kept for a drafter that does not see them at once.
-        cuts: whether blocks of drafts are cut. edits: what requests ask of their logits."""
+        edits: what requests ask of their logits. cuts: whether blocks of drafts are cut."""
         plan = runner.plan
         self.runner, self.plan, self.device = runner, plan, device
         self.drafter = proposer.drafter if proposer else None
@@ -72,9 +116,10 @@ class Slots:
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.token, self.length, self.observed, self.most = (integers(num_slots) for _ in range(4))
+        # edit_slots: of each slot, in the tables of 'edits'; -1: none
+        self.state = integers(5, num_slots)
+        self.token, self.length, self.observed, self.most, self.edit_slots = self.state
         self.tables = integers(num_slots, max_blocks)
-        self.edit_slots = integers(num_slots)  # of each slot, in the tables of 'edits'; -1: none
         # The sampling parameters of each slot, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
         self.floats, self.integers = torch.zeros(3, num_slots, device=device), integers(2, num_slots, dtype=torch.int64)
         aux_shape = runner.aux_hidden.shape[1:]
@@ -99,41 +144,56 @@ class Slots:
         self._gaps: list[Tensor] = []  # of the passes of one proposal: float32 [seqs, each]
 
     def step(self, kind: StepKind) -> Tensor:
-        """One step. Returns int32 [seqs, depth + 4]: the sample of each of a slot's rows, the number of accepted
-        drafts (NONE if the slot computed NaN), that of verified ones, and the nanoseconds that verifying took. Where
-        blocks are cut and the step drafts, as many columns as it drafts follow: the bits of the gaps."""
-        seqs, depth, model, aux_hidden = kind.seqs, kind.depth, self.runner.model, None
-        ops, size = model.ops, self.plan.block_size
+        """One step without prompts. Returns int32 [seqs, depth + 4]: the sample of each of a slot's rows, the number of
+        accepted drafts (NONE if the slot computed NaN), that of verified ones, and the nanoseconds that verifying took.
+        Where blocks are cut and the step drafts, as many columns as it drafts follow: the bits of the gaps."""
+        written = self.finish(kind, self.forward(kind)).slots
+        assert written is not None
+        return written
+
+    def forward(self, kind: StepKind, chunks: Chunks | None = None) -> Ran:
+        """Drafts, and runs the target over prompt chunks, the slots' last ids and their drafts."""
+        seqs, depth, model, plan = kind.seqs, kind.depth, self.runner.model, self.plan
         drafts = self._draft(kind) if depth else None
         gaps = self._cut_by(kind) if depth and self.cuts else None
         kept = self.most[:seqs] if gaps is None else self._cut(gaps)
-        length, token, observed = self.length[:seqs], self.token[:seqs], self.observed[:seqs]
-        rows = ops.pack_rows(length, self.tables[:seqs], token, drafts, kept, size, self._stamp)
-        view = AttentionView(rows.query_start, rows.context_len, self.tables[:seqs], 1 + depth, self.plan.max_model_len)
+        tables, rows = self.tables[:seqs], None
+        if seqs:
+            length, token = self.length[:seqs], self.token[:seqs]
+            rows = model.ops.pack_rows(length, tables, token, drafts, kept, plan.block_size, self._stamp)
+            view = AttentionView(rows.query_start, rows.context_len, tables, 1 + depth, plan.max_model_len)
+            parts = rows.ids, rows.positions, rows.slots
+        if chunks is not None:
+            view, parts = _joined(chunks, rows, tables, 1 + depth) if rows else (chunks.view, chunks[:3])
+        ids, positions, slots = parts
         if self.runner.kv.begin:
-            self.runner.kv.begin(rows.slots, view)
-        verify = Step(rows.ids, rows.positions, rows.slots, view, self.runner.kv.layers, rows.query_start[seqs:])
+            self.runner.kv.begin(slots, view)
+        verify = Step(ids, positions, slots, view, self.runner.kv.layers, view.query_start[-1:])
         # Where the drafter drafts, it observes committed rows at once; rows of plain steps wait in the ring. A chain
-        # drafter, which is cheap to run, observes all of them at once.
-        at_once = depth > 0 or self.chain
+        # drafter, which is cheap to run, observes all of them at once, and so does every drafter beside prompts.
+        aux_hidden = None
         if self.drafter:
-            aux_hidden = self.runner.aux_hidden[: seqs * (1 + depth)] if at_once else self.ring[:seqs]
+            aux_hidden = self.runner.aux_hidden[: len(ids)] if self._observes(kind, chunks) else self.ring[:seqs]
         residual = model.forward(verify, self.runner.aux_layers, aux_hidden)
-        samples = self._sample(kind, residual, rows)
-        given = self.given.accepted(seqs, depth) if self.given else None
-        result, kept_slots = ops.accept_drafts(drafts, samples, kept, length, token, observed, rows, self._stamp, given)
-        accepted = result[:, depth + 1]
-        if kind.edits:
-            self._count_committed(result[:, : depth + 1], accepted)
-        if self.drafter and at_once:
-            assert aux_hidden is not None
-            following = samples if self.chain else None  # the id after a committed row is that row's sample
-            self.drafter.observe(CommittedRows(aux_hidden, rows.positions, kept_slots, following))
-            if self.chain:  # the row of the last accepted draft
-                self.hidden[:seqs] = aux_hidden[rows.places.gather(1, accepted.long().unsqueeze(1)).squeeze(1).long()]
-        # After a NaN every layer's output is NaN in all places, so the first of a row shows it.
-        accepted.masked_fill_(residual[rows.places[:, 0].long(), 0].isnan(), NONE)
-        return result if gaps is None else torch.cat((result, gaps.view(torch.int32)), 1)
+        return Ran(residual, aux_hidden, rows, kept if seqs else None, drafts, gaps)
+
+    def finish(self, kind: StepKind, ran: Ran, chunks: Chunks | None = None, asked: Asked | None = None) -> Sampled:
+        """Samples, accepts drafts, fills the slots of prompts that ended, and lets the drafter observe."""
+        num_ends = len(chunks.ends) if chunks else 0
+        if not num_ends and not kind.seqs:
+            self._observe(kind, ran, chunks, None, None)
+            return Sampled(None, None)
+        samples, scores = self._sample(kind, ran, chunks, asked)
+        firsts, samples = samples[:num_ends], samples[num_ends:]
+        result = kept_slots = None
+        if ran.rows:
+            result, kept_slots = self._accept(kind, ran, samples, len(chunks.ids) if chunks else 0)
+        self._observe(kind, ran, chunks, kept_slots, samples, firsts)
+        if chunks and num_ends:
+            firsts = self._begin(ran, chunks, firsts)
+        if result is not None and ran.gaps is not None:
+            result = torch.cat((result, ran.gaps.view(torch.int32)), 1)
+        return Sampled(result, firsts, scores)
 
     def catch_up(self, seqs: int) -> Tensor:
         """Let the drafter observe the plain rows that wait in the ring, of all slots in one pass."""
@@ -149,6 +209,17 @@ class Slots:
         self.drafter.observe(CommittedRows(hidden, positions.flatten(), slots.flatten()))
         self.observed[:seqs] = last.squeeze(1).clamp(min=0)
         return self.observed
+
+    def move(self, moved: Tensor | None, kept: int) -> None:
+        """Moves slots, int64 [2, n]: to and from; then all from 'kept' on are empty."""
+        if moved is not None:
+            to, source = moved
+            for part in (self.state, self.floats, self.integers):
+                part[:, to] = part[:, source]
+            for part in (self.tables, self.ring, self.hidden):
+                if len(part):
+                    part[to] = part[source]
+        self.length[kept:].zero_()
 
     # ---- the parts
 
@@ -208,28 +279,115 @@ class Slots:
             picked = ids_of(score(True), ids) if draws is None else pick(ops, score(False), draws, ids)
         return picked.view(kind.seqs, each).int()
 
-    def _sample(self, kind: StepKind, residual: Tensor, rows: PackedRows) -> Tensor:  # int32 [rows]
-        """The target's own ids, after each row."""
-        model = self.runner.model
-        if not kind.draws and not kind.edits:
-            return model.likeliest(residual).int()
-        logits, draws = model.logits(residual), None
-        if kind.edits:
-            model.ops.edit_logits(logits, self._edits(rows))
-        if kind.draws:
-            draws = self._draws(kind, rows.seq_of, rows.positions + 1)
-        return pick(model.ops, logits, draws).int()
+    def _observes(self, kind: StepKind, chunks: Chunks | None) -> bool:
+        """Whether the drafter is shown a step's tokens at once, and not from the ring."""
+        return kind.depth > 0 or self.chain or chunks is not None
 
-    def _edits(self, rows: PackedRows) -> LogitEdits:
-        assert self.edits is not None
-        slot = rows.seq_of.long()
-        edited = self.edit_slots[slot].where(rows.slots >= 0, -1)
-        ahead = rows.positions - (self.length[slot] - 1)
-        return LogitEdits(edited, rows.positions + 1, rows.ids, ahead, self.edits.tables)
+    def _sample(
+        self, kind: StepKind, ran: Ran, chunks: Chunks | None, asked: Asked | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """int32 [prompts that end, then the slots' rows]: the target's own ids, and the scores that are asked for."""
+        model, residual = self.runner.model, ran.residual
+        if chunks:
+            residual = torch.cat((residual[chunks.ends], residual[len(chunks.ids) :]))
+        if not kind.draws and asked is None:
+            return model.likeliest(residual).int(), None
+        logits = model.logits(residual)
+        raw = logits[asked.scored] if asked is not None and asked.scored is not None else None
+        if kind.draws:
+            model.ops.edit_logits(logits, self._edits(ran.rows, chunks))
+        if asked is not None and asked.masked is not None and asked.masks is not None:
+            forbid_rows(logits, asked.masked, asked.masks)
+        draws = self._draws(kind, *self._drawn(ran.rows, chunks)) if kind.draws else None
+        samples = pick(model.ops, logits, draws)
+        scores = None if raw is None or asked is None else score_ids(raw, samples[asked.scored], MAX_LOGPROBS)
+        return samples.int(), scores
+
+    def _drawn(self, rows: PackedRows | None, chunks: Chunks | None) -> tuple[Tensor, Tensor]:
+        """The slot of each row that samples, and the position of the id that it samples."""
+        slots = [chunks.slot] if chunks else []
+        positions = [chunks.positions[chunks.ends] + 1] if chunks else []
+        if rows:
+            slots, positions = [*slots, rows.seq_of], [*positions, rows.positions + 1]
+        return (slots[0], positions[0]) if len(slots) == 1 else (torch.cat(slots), torch.cat(positions))
+
+    def _edits(self, rows: PackedRows | None, chunks: Chunks | None) -> LogitEdits:
+        """A row's slot in the tables of edits, the position that it samples, its token, and the drafts before that."""
+        parts = []
+        if chunks:
+            none = torch.zeros_like(chunks.slot, dtype=torch.int32)
+            parts.append((self.edit_slots[chunks.slot], chunks.positions[chunks.ends] + 1, none, none))
+        if rows:
+            slot = rows.seq_of.long()
+            edited = self.edit_slots[slot].where(rows.slots >= 0, -1)
+            parts.append((edited, rows.positions + 1, rows.ids, rows.positions - (self.length[slot] - 1)))
+        slots, positions, ids, ahead = (
+            each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
+        )
+        return LogitEdits(slots, positions, ids, ahead, self.edits.tables)
+
+    def _accept(self, kind: StepKind, ran: Ran, samples: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """`Slots.step`'s result, and the slots of the rows that are now committed. first: the slots' first row."""
+        seqs, depth, rows = kind.seqs, kind.depth, ran.rows
+        assert rows is not None and ran.kept is not None
+        state = self.length[:seqs], self.token[:seqs], self.observed[:seqs]
+        given = self.given.accepted(seqs, depth) if self.given else None
+        ops = self.runner.model.ops
+        result, kept_slots = ops.accept_drafts(ran.drafts, samples, ran.kept, *state, rows, self._stamp, given)
+        accepted = result[:, depth + 1]
+        if kind.draws:
+            self._count_committed(result[:, : depth + 1], accepted)
+        places = rows.places.long()
+        if self.chain:  # the row of the last accepted draft
+            assert ran.aux_hidden is not None
+            self.hidden[:seqs] = ran.aux_hidden[first + places.gather(1, accepted.long().unsqueeze(1)).squeeze(1)]
+        if first and self.drafter and not depth:
+            self.observed[:seqs] = (self.length[:seqs] - 1).clamp(min=0)  # of an empty slot 0
+        # After a NaN every layer's output is NaN in all places, so the first of a row shows it.
+        accepted.masked_fill_(ran.residual[first + places[:, 0], 0].isnan(), NONE)
+        return result, kept_slots
+
+    def _observe(
+        self,
+        kind: StepKind,
+        ran: Ran,
+        chunks: Chunks | None,
+        kept_slots: Tensor | None,
+        samples: Tensor | None,
+        firsts: Tensor | None = None,
+    ) -> None:
+        """Shows the drafter the tokens of prompts and those that were committed."""
+        if not self.drafter or not self._observes(kind, chunks):
+            return
+        assert ran.aux_hidden is not None
+        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        if chunks:
+            following = chunks.next_ids if self.chain else None
+            if following is not None and firsts is not None:
+                following = following.index_copy(0, chunks.ends, firsts)
+            parts.append((chunks.positions, chunks.slots, following))
+        if ran.rows and kept_slots is not None:
+            # The id after a committed row is that row's sample.
+            parts.append((ran.rows.positions, kept_slots, samples if self.chain else None))
+        positions, slots, following = (_together(each) for each in zip(*parts, strict=True))
+        assert positions is not None and slots is not None
+        self.drafter.observe(CommittedRows(ran.aux_hidden, positions, slots, following))
+
+    def _begin(self, ran: Ran, chunks: Chunks, firsts: Tensor) -> Tensor:  # int32 [prompts that end]
+        """Fills the slots of prompts that ended. Returns their first ids, NONE where the step computed NaN."""
+        stop = chunks.positions[chunks.ends] + 1
+        self.token[chunks.slot], self.length[chunks.slot], self.observed[chunks.slot] = firsts, stop + 1, stop
+        if self.chain:
+            assert ran.aux_hidden is not None
+            self.hidden[chunks.slot] = ran.aux_hidden[chunks.ends]
+        if self.edits.num_held:
+            edited = self.edit_slots[chunks.slot]
+            index = edited.clamp(min=0).long() * self.edits.vocab_size + firsts
+            self.edits.tables.counts.view(-1).index_add_(0, index, (edited >= 0).int())
+        return firsts.masked_fill(ran.residual[chunks.ends, 0].isnan(), NONE)
 
     def _count_committed(self, samples: Tensor, accepted: Tensor) -> None:
         """Count the ids that a step has committed: of each slot the accepted drafts and the sample behind them."""
-        assert self.edits is not None
         slots, width = self.edit_slots[: len(samples)].unsqueeze(1), samples.shape[1]
         counts = (self._count(width) <= accepted.unsqueeze(1)) & (slots >= 0)
         index = slots.clamp(min=0).long() * self.edits.vocab_size + samples.clamp(min=0)
@@ -239,3 +397,22 @@ class Slots:
         """The parameters of rows: the slot of each, and the position of the id that it samples."""
         integers = torch.cat((self.integers.index_select(1, slot), positions.unsqueeze(0)))
         return Draws(self.floats.index_select(1, slot), integers)
+
+
+def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if len(found) > 1 else found[0] if found else None
+
+
+def _joined(
+    chunks: Chunks, rows: PackedRows, tables: Tensor, width: int
+) -> tuple[AttentionView, tuple[Tensor, Tensor, Tensor]]:
+    """Prompt chunks, which have no padding here, and behind them the slots' rows."""
+    view = chunks.view
+    start = torch.cat((view.query_start[:-1], rows.query_start + len(chunks.ids)))
+    context = torch.cat((view.context_len, rows.context_len))
+    both = torch.cat((view.block_tables, tables))
+    view = AttentionView(start, context, both, max(view.max_query, width), view.max_context)
+    parts = zip(chunks[:3], (rows.ids, rows.positions, rows.slots), strict=True)
+    ids, positions, slots = (torch.cat(both) for both in parts)
+    return view, (ids, positions, slots)

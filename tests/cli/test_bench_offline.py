@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sparkdraft.engine.overlap import OverlappedSteps
 
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
@@ -19,7 +20,6 @@ from sparkdraft.core import Request, SamplingParams, UserError
 from sparkdraft.drafters.find import DraftSource
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.machine import plan_here
-from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.operate.bench import random_model

@@ -12,10 +12,10 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.drafters.assistant import MAX_DEPTH
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import native
 from sparkdraft.llm import Completion
 from tests.drafters.tiny_assistant import write_fitted
+from tests.fakes.steps import on_device
 from tests.models.tiny import TinyOf
 
 LENGTH, OUTPUT = 40, 40
@@ -50,10 +50,7 @@ def load(pair: Pair, dtype: str = "quantised", overlaps: bool = False, **options
     target, drafter = pair
     settings = {"dtype": dtype, "ngram": False, "threads": 1, "drafter": str(drafter), "max_seqs": 4, **options}
     llm = LLM(str(target), **settings)
-    if overlaps:
-        engine, drafting = llm.engine, llm.engine.drafting
-        engine.overlap = OverlappedSteps(engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices)
-    return llm
+    return on_device(llm) if overlaps else llm
 
 
 def greedy(num_draft: int, count: int = 4, tokens: int = OUTPUT) -> list[SamplingParams]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.speculation.depth import depth_choices
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
+from tests.fakes.steps import on_device
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 PROMPTS = [[5, 6, 7, 8, 9, 10], [40, 41, 42]]
@@ -27,16 +27,16 @@ def test_any_block_size_starts_and_writes_the_plain_text(
     folder = write_drafter(tmp_path / "drafter", zlab(body(), block), random_tensors(body()))
     options = {"device": device, "dtype": "float32", "threads": 1, "ngram": False, "max_seqs": 2}
     llm = LLM(str(tiny_qwen3), drafter=str(folder), **options)  # type: ignore[arg-type]
-    engine, drafting = llm.engine, llm.engine.drafting
+    engine = llm.engine
     if device == "cpu":  # where overlapped steps run eagerly, by the same code
-        engine.overlap = OverlappedSteps(engine.runner, drafting.proposer, torch.device(device), drafting.choices)
+        on_device(llm)
         engine.warm_up()
     texts = {}
     for depth in range(block):
         params = SamplingParams(max_tokens=24, num_draft=depth, ignore_eos=True)
         texts[depth] = [result.completions[0].ids for result in llm.generate(PROMPTS, params)]
     assert all(text == texts[0] for text in texts.values())
-    assert drafting.total.steps, "nothing was drafted"
+    assert engine.drafting.total.steps, "nothing was drafted"
 
 
 @pytest.mark.parametrize("max_depth", range(1, 40))

@@ -14,10 +14,10 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.drafters.base import REGISTERED
-from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import native
 from sparkdraft.llm import Completion
 from tests.drafters.tiny_chain import KIND, MAX_DEPTH, TinyChain, write_chain
+from tests.fakes.steps import on_device
 from tests.models.tiny import TinyOf, oracle
 
 LENGTH, OUTPUT = 40, 48
@@ -50,10 +50,7 @@ def load(pair: tuple[Path, Path], dtype: str = "float32", overlaps: bool = False
     target, drafter = pair
     settings = {"dtype": dtype, "ngram": False, "threads": 1, "drafter": str(drafter), "max_seqs": 4, **options}
     llm = LLM(str(target), **settings)
-    if overlaps:
-        engine, drafting = llm.engine, llm.engine.drafting
-        engine.overlap = OverlappedSteps(engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices)
-    return llm
+    return on_device(llm) if overlaps else llm
 
 
 def chain_of(llm: LLM) -> TinyChain:
@@ -190,7 +187,7 @@ def test_its_cache_depends_on_the_text_alone(
         while len(request.output_ids) < 40:
             engine.step()
         with torch.inference_mode():
-            engine.read_launched()
+            engine.drain()
             proposer.flush([request])
         positions, kv = torch.arange(LENGTH + 38), chain_of(llm).kv
         blocks = torch.tensor(request.blocks.tolist())[positions // 16]

@@ -16,7 +16,8 @@ from sparkdraft.drafters.base import Anchors
 from sparkdraft.drafters.mtp import MtpHead
 from sparkdraft.engine.engine import Engine
 from tests.drafters.tiny_mtp import VARIANTS, Mtp, expected_drafts, write_target
-from tests.models.recurrent import load, overlapping
+from tests.fakes.steps import on_device
+from tests.models.recurrent import load
 
 PROMPT = [(7 * i * i + 31 * i) % 250 + 3 for i in range(21)]
 MISTAKES = ("hidden first", "before the norm", "the same id", "a later position")
@@ -80,7 +81,7 @@ def test_each_draft_is_the_oracles(made: tuple[Path, Mtp], passes: list[Pass], m
     folder, head = made
     monkeypatch.setattr(Engine, "warm_up", lambda self: None)  # which only measures, and takes most of the time here
     llm = load(folder, drafter="mtp", spec="3", dtype="float32", max_step_tokens=16, max_seqs=2, prefix_cache=False)
-    for one in (llm, overlapping(llm)):
+    for one in (llm, on_device(llm)):
         passes.clear()
         written = one.generate([PROMPT], SamplingParams(14, ignore_eos=True))[0].completions[0].ids
         steps = [step for step in steps_of(passes, 3) if step[0].length <= len(PROMPT) + len(written)]

@@ -17,7 +17,8 @@ from sparkdraft.drafters.mtp import MAX_DEPTH
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels import native
 from tests.drafters.tiny_mtp import VARIANTS, fit_head, write_target
-from tests.models.recurrent import Texts, all_is_free, complete, load, overlapping, texts
+from tests.fakes.steps import on_device
+from tests.models.recurrent import Texts, all_is_free, complete, load, texts
 
 LENGTH, OUTPUT = 23, 24
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(LENGTH)] for k in range(16)]
@@ -56,7 +57,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def drafting(case: Case, overlaps: bool = False, **options: Any) -> LLM:
     llm = load(case.folder, **{"drafter": "mtp", "spec": "3", "max_seqs": 16, **options})
-    return overlapping(llm) if overlaps else llm
+    return on_device(llm) if overlaps else llm
 
 
 def sampled(count: int) -> list[SamplingParams]:
@@ -117,7 +118,7 @@ def test_preempted_requests_write_the_same(case: Case, overlaps: bool) -> None:
 def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are cut anywhere on the device: recurrent layers record the rows that are left, experts see no others, and
     the text stays the plain one."""
-    llm, rng = overlapping(drafting(case, spec="auto"), cuts=True), random.Random(0)
+    llm, rng = on_device(drafting(case, spec="auto"), cuts=True), random.Random(0)
     engine, ops, sent, alive = llm.engine, llm.engine.runner.model.ops, list[int](), list[int]()
     controller, route, pack = engine.drafting.controllers["mtp"], ops.norm_route, ops.pack_rows
 

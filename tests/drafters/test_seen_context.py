@@ -17,7 +17,7 @@ from sparkdraft.core import UserError
 from sparkdraft.drafters.base import SeenContext
 from sparkdraft.drafters.dflash import DFlash, DFlashConfig
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
-from tests.engine.test_overlap import with_overlap
+from tests.fakes.steps import on_device
 
 SIZE, FIRST, LAST, PROMPT = 16, 5, 40, 180
 KEYS = {"draft_sink_size": FIRST, "draft_window_size": LAST}
@@ -59,7 +59,7 @@ def test_what_is_left_out(first: int, size: int) -> None:
 def test_rows_between_are_never_read(folders: tuple[str, str], overlapped: bool, harm: str) -> None:
     llm = make(folders)
     assert llm.engine.plan.block_size == SIZE
-    with_overlap(llm) if overlapped else None
+    on_device(llm) if overlapped else None
     drafter, logits = drafter_of(llm), list[torch.Tensor]()
     whole = drafter.logits
     drafter.logits = lambda block: logits.append(whole(block)) or logits[-1]  # type: ignore[method-assign, func-returns-value]
@@ -87,7 +87,7 @@ def test_rows_between_are_never_read(folders: tuple[str, str], overlapped: bool,
 
 
 def test_host_and_device_draft_the_same_and_the_text_is_plain(folders: tuple[str, str]) -> None:
-    host, device, plain = make(folders), with_overlap(make(folders)), make(folders)
+    host, device, plain = make(folders), on_device(make(folders)), make(folders)
     params = SamplingParams(60, num_draft=7, ignore_eos=True)
     drafted: dict[int, list[list[int]]] = {}
     for llm in (host, device):

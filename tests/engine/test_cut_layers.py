@@ -18,8 +18,9 @@ from sparkdraft.core import AUTO, Request
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.engine import Engine
 from tests.drafters.tiny_mtp import write_target
+from tests.fakes.steps import device_steps, on_device
 from tests.models.known_text import KnownText
-from tests.models.recurrent import all_is_free, load, overlapping, texts
+from tests.models.recurrent import all_is_free, load, texts
 
 LANES, DEPTH, OUTPUT = 4, 5, 40
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(23 + k)] for k in range(LANES - 1)]  # a lane is left over
@@ -55,8 +56,8 @@ def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
 def cutting(folder: Path, device: str, **options: Any) -> LLM:
     llm = load(folder, drafter="mtp", spec="auto", cut="on", device=device, max_seqs=LANES, **options)
     if device == "cpu":
-        overlapping(llm, cuts=True)
-        llm.engine.overlap._size = lambda num_requests: LANES  # type: ignore[union-attr, method-assign]
+        on_device(llm)
+        device_steps(llm)._size = lambda num_requests: LANES  # type: ignore[method-assign]
     return llm
 
 
@@ -74,10 +75,10 @@ def test_cut_blocks_leave_states_experts_and_keys_as_plain_steps_do(
         options = options | {"dtype": "float32"}
     plain = texts(load(folder, max_seqs=LANES, device=device, **options), PROMPTS, params(0))
     llm, seen = cutting(folder, device, **options), list[Outcome]()
-    drafting, overlap = llm.engine.drafting, llm.engine.overlap
-    assert overlap and overlap.slots.cuts
+    drafting, slots = llm.engine.drafting, device_steps(llm).slots
+    assert slots.cuts
     known = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
-    monkeypatch.setattr(overlap.slots, "_draft", KnownText(overlap.slots, known, llm.model_config.vocab_size))
+    monkeypatch.setattr(slots, "_draft", KnownText(slots, known, llm.model_config.vocab_size))
     dear_rows(drafting, monkeypatch)
     learn = drafting.learn_overlapped
     monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, *rest: (seen.extend(steps), learn(steps, *rest)))

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from sparkdraft.engine.overlap import Launched, OverlappedSteps
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import AUTO, Fact
 from sparkdraft.engine.drafting import Drafting, Outcome
-from sparkdraft.engine.overlap import Launched, OverlappedSteps
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.ops import CutTerms
 from sparkdraft.speculation.costs import Price

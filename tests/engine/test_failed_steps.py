@@ -11,8 +11,8 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.engine import Engine
 from tests.cache.test_recent_rows import coded_engine
 from tests.engine.test_engine import collect, drain, greedy
-from tests.engine.test_overlap import with_overlap
 from tests.fakes import FakeBlock, fake_engine
+from tests.fakes.steps import on_device
 
 PROMPTS = {f"r{i}": [7] * 9 + [i, i + 1, i + 2] for i in range(7)}
 
@@ -118,20 +118,20 @@ def test_pages_are_given_back_too(after: int) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    ["overlap.slots.step", *(pytest.param(p, marks=pytest.mark.slow) for p in ("overlap.read", "overlap.catch_up"))],
+    ["steps.slots.step", *(pytest.param(p, marks=pytest.mark.slow) for p in ("steps.read", "steps.catch_up"))],
 )
 def test_steps_in_the_air_are_abandoned(place: str) -> None:
-    llm = with_overlap(LLM("smollm2", device="cpu", ngram=False, max_seqs=4, kv_tokens=2048, prefix_cache=False))
+    llm = on_device(LLM("smollm2", device="cpu", ngram=False, max_seqs=4, kv_tokens=2048, prefix_cache=False))
     params = SamplingParams(max_tokens=24, ignore_eos=True, num_draft=0)
     right = llm.generate(["The sea is", "1, 2, 3,"], params)
     free = llm.engine.pool.num_free
     for text in ("The sea is", "1, 2, 3,"):
         llm.engine.add(llm.encode(text), params)
-    mend = breaks(llm.engine, place, 0 if place == "overlap.catch_up" else 5)
+    mend = breaks(llm.engine, place, 0 if place == "steps.catch_up" else 5)
     step_until_it_breaks(llm.engine)
     mend()
     llm.engine.fail_batch()
     assert llm.engine.pool.num_free == free == llm.engine.pool.num_blocks and not llm.engine.has_work
-    assert llm.engine.overlap is not None and llm.engine.overlap.num_unread == 0
+    assert llm.engine.steps.num_unread == 0
     again = llm.generate(["The sea is", "1, 2, 3,"], params)
     assert [result.text for result in again] == [result.text for result in right]

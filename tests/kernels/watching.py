@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparkdraft.core import Batch, SamplingParams
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.host_steps import HostSteps
 from sparkdraft.kernels.ops import Norm, Normed
 from sparkdraft.models.common.blocks import Layer, Step
 from sparkdraft.operate.instrument import replaced
@@ -151,7 +152,11 @@ def run_watched(engine: Engine, prompt: int = 40) -> tuple[Watch, Watch]:
         seen.append(watch)
         return logits
 
-    with replaced((runner, "run", watched), (runner, "graphs", None), (engine, "overlap", None)):
+    with replaced(
+        (runner, "run", watched),
+        (runner, "graphs", None),
+        (engine, "steps", HostSteps(runner, engine.sampler, engine.drafting)),
+    ):
         name = engine.add(list(range(prompt)), SamplingParams(8, num_draft=0, ignore_eos=True))
         engine.step()
         engine.step()

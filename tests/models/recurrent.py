@@ -14,7 +14,6 @@ from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.states import RecurrentStates, StateSlots
 from sparkdraft.core import Request, Work
 from sparkdraft.engine.drafting import Drafting
-from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.proposer import Drafts
 from sparkdraft.llm import Completion
 
@@ -24,12 +23,6 @@ Texts = list[list[int]]
 def load(folder: Path, **options: Any) -> LLM:
     defaults = {"device": "cpu", "spec": "off", "kv_tokens": 2048, "ngram": False, "threads": 1, "max_seqs": 4}
     return LLM(str(folder), **(defaults | options))
-
-
-def overlapping(llm: LLM, cuts: bool = False) -> LLM:
-    drafting, device = llm.engine.drafting, torch.device("cpu")
-    llm.engine.overlap = OverlappedSteps(llm.engine.runner, drafting.proposer, device, drafting.choices, cuts)
-    return llm
 
 
 def states_of(llm: LLM) -> RecurrentStates:

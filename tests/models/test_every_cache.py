@@ -24,8 +24,9 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.engine import Engine
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
+from tests.fakes.steps import device_steps, on_device
 from tests.models.known_text import KnownText
-from tests.models.recurrent import load, overlapping, texts
+from tests.models.recurrent import load, texts
 from tests.models.tiny import write_tiny
 
 VARIANTS = ["llama", "qwen3", "qwen3-windows", "gemma3", "qwen3_moe", "gpt_oss", "gemma4", "gemma4-experts"]
@@ -101,7 +102,7 @@ class Case(NamedTuple):
 
     def drafted(self, cache: str, **more: Any) -> LLM:
         llm = load(self.target, **self.options(cache, spec=str(DEPTH), drafter=str(self.drafter), **more))
-        return overlapping(llm) if llm.engine.overlap is None else llm
+        return llm if llm.engine.steps.ahead else on_device(llm)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -148,10 +149,9 @@ def test_company_prefixes_and_drafts_change_no_text(case: Case, cache: str, monk
 
 def known_drafts(llm: LLM, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter that is loaded is mostly wrong; this one mostly right."""
-    overlap = llm.engine.overlap
-    assert overlap
+    slots = device_steps(llm).slots
     known = [prompt + ids for prompt, ids in zip(expected.prompts, expected.ids, strict=True)]
-    monkeypatch.setattr(overlap.slots, "_draft", KnownText(overlap.slots, known, llm.model_config.vocab_size))
+    monkeypatch.setattr(slots, "_draft", KnownText(slots, known, llm.model_config.vocab_size))
     expected.check(texts(llm, expected.prompts, expected.params), "drafts mostly right")
     seen = llm.engine.drafting.so_far()
     assert 10 < seen.num_accepted_draft_tokens < seen.num_draft_tokens

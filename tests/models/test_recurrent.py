@@ -13,12 +13,12 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.kernels.ops import FOLD
+from tests.fakes.steps import on_device
 from tests.models.recurrent import (
     Texts,
     all_is_free,
     complete,
     load,
-    overlapping,
     scripted,
     slots_of,
     states_of,
@@ -159,7 +159,7 @@ def test_an_aborted_request_gives_everything_back(folder: Path, long_text: list[
 
 def test_steps_that_the_device_takes_by_itself(folder: Path, each_alone: Texts, long_text: list[int]) -> None:
     """Requests end while a further step is in the air, so their last state may be past their text: no page is of it."""
-    llm = overlapping(load(folder))
+    llm = on_device(load(folder))
     assert texts(llm, PROMPTS, PARAMS) == each_alone and texts(llm, PROMPTS, PARAMS) == each_alone
     assert texts(llm, [LONG], GREEDY) == [long_text] and texts(llm, [LONG], GREEDY) == [long_text]
     assert all_is_free(llm)

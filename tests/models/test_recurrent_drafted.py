@@ -15,7 +15,8 @@ from sparkdraft.core import UserError
 from sparkdraft.drafters.base import REGISTERED
 from tests.drafters.tiny_chain import KIND, MAX_DEPTH, write_chain
 from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
-from tests.models.recurrent import Texts, all_is_free, complete, load, overlapping, scripted, slots_of, texts
+from tests.fakes.steps import on_device
+from tests.models.recurrent import Texts, all_is_free, complete, load, scripted, slots_of, texts
 from tests.models.tiny import TinyOf, oracle, write_tiny
 
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(7 + 13 * k)] for k in range(4)]
@@ -52,7 +53,7 @@ DIALECTS = [
 @pytest.mark.parametrize(("dialect", "overlaps"), DIALECTS)
 def test_dflash_changes_no_text(folder: Path, expected: Texts, tmp_path: Path, dialect: str, overlaps: bool) -> None:
     llm = load(folder, spec="5", drafter=str(dflash(tmp_path, folder, dialect)))
-    llm = overlapping(llm) if overlaps else llm
+    llm = on_device(llm) if overlaps else llm
     assert texts(llm, PROMPTS, PARAMS) == expected and texts(llm, PROMPTS, PARAMS) == expected
     assert llm.engine.drafting.so_far().num_spec_steps > 20 and all_is_free(llm)
     assert slots_of(llm).num_saved
@@ -75,7 +76,7 @@ def test_a_chain_of_drafts_changes_no_text(tmp_path: Path, overlaps: bool) -> No
         written = oracle(folder).generate(prompts, min_new_tokens=24, max_new_tokens=24, do_sample=False)
     drafter = write_chain(tmp_path / "drafter", folder, written.tolist(), len(PROMPTS[2]) - 1)
     llm = load(folder, spec=str(MAX_DEPTH), drafter=str(drafter))
-    llm = overlapping(llm) if overlaps else llm
+    llm = on_device(llm) if overlaps else llm
     assert texts(llm, PROMPTS[:3], GREEDY) == texts(load(folder), PROMPTS[:3], GREEDY)
     stats = llm.engine.drafting.so_far()
     assert stats.num_spec_steps > 10 and all_is_free(llm)

@@ -15,12 +15,12 @@ from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.pages import RecentRows, pages_of_a_request
 from sparkdraft.cli.main import main
 from sparkdraft.core import Batch
-from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.models import registry
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 from sparkdraft.plan.resolve import MOST_AHEAD
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
+from tests.fakes.steps import on_device
 from tests.models import toy
 
 WINDOW, BLOCK = toy.CONFIG["sliding_window"], 16
@@ -116,10 +116,7 @@ def test_every_decode_step_is_replayed_on_a_cpu(
 
 def test_steps_that_the_device_takes_by_itself_find_the_pages_too(folder: Path, drafter: Path) -> None:
     plain, overlapped = load(folder), load(folder, spec="3", drafter=str(drafter), ngram=False)
-    drafting = overlapped.engine.drafting
-    overlapped.engine.overlap = OverlappedSteps(
-        overlapped.engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices
-    )
+    on_device(overlapped)
     assert written(overlapped) == written(plain) and all_is_free(overlapped)
 
 

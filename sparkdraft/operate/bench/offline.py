@@ -196,7 +196,7 @@ class Bench:
         result, names = Pass(), self._add(load)
         result.prefill = self._prompts(set(names))
         self.engine.step()  # its drafter observes what was written while the last prompts ran
-        self.engine.read_launched()
+        self.engine.drain()
         self._decode(load, steps, result, count)
         for name in names:
             self.engine.abort(name)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sparkdraft.core import Request, UserError, Work
 from sparkdraft.drafters.base import Anchors, Pick
+from sparkdraft.engine.device_steps import DeviceSteps
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.proposer import Drafts
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
@@ -179,7 +180,7 @@ class SyntheticSampler(Sampler):
         counts = left[0] if left else [0] * len(groups)
         self.num_applied += 1
         given = [(first, drafts, count) for (first, drafts), count in zip(groups, counts, strict=True)]
-        return Sampled(cast(Tensor, Overruled(sampled.ids, given, self.vocab_size)), sampled.logprobs)
+        return Sampled(cast(Tensor, Overruled(sampled.ids, given, self.vocab_size)), sampled.logits)
 
 
 class SyntheticSlots:
@@ -225,8 +226,8 @@ class Synthetic:
 
     def __init__(self, engine: Engine, acceptance: Acceptance) -> None:
         self._parts: list[SyntheticSampler | SyntheticSlots] = [SyntheticSampler.install(engine)]
-        if engine.overlap:
-            self._parts.append(SyntheticSlots(engine.overlap.slots, acceptance))
+        if isinstance(engine.steps, DeviceSteps):
+            self._parts.append(SyntheticSlots(engine.steps.slots, acceptance))
 
     @property
     def num_applied(self) -> int:

@@ -7,7 +7,7 @@ counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import Fact, Fallback, Request, SamplingParams, UserError
+from sparkdraft.core import Batch, Fact, Fallback, SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import load
@@ -168,7 +168,7 @@ def run_counted(engine: Engine) -> Counted:
 @contextmanager
 def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
     """Count replays and launches by replacing the methods that make them."""
-    graph, overlap = engine.runner.model.ops.Graph, engine.overlap
+    graph, steps = engine.runner.model.ops.Graph, engine.steps
     stand_ins: list[tuple[Any, str, Any]] = []
     if graph:
         replay = graph.replay
@@ -180,14 +180,14 @@ def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
             return out
 
         stand_ins.append((graph, "replay", counted_replay))
-    if overlap:
-        launch = overlap.launch
+    if steps.ahead:
+        launch = steps.launch
 
-        def counted_launch(requests: list[Request], depths: list[int], terms: Sequence[float] = ()) -> None:
-            launch(requests, depths, terms)
+        def counted_launch(batch: Batch) -> None:
+            launch(batch)
             counted.ahead += 1
 
-        stand_ins.append((overlap, "launch", counted_launch))
+        stand_ins.append((steps, "launch", counted_launch))
     with replaced(*stand_ins):
         yield
 

@@ -1,0 +1,530 @@
+"""Launches a step before the last one is read, so that a GPU never waits for the host.
+
+The device keeps what a step needs of each decoding request (engine/slots.py). The host is one step behind: it launches
+a step, reads the result of the step before and streams it. Who joins or leaves is a write to the slots before the next
+launch; ids past the end of a request are dropped. vLLM calls this async scheduling, SGLang the overlap scheduler.
+
+A step without prompts is one CUDA graph. Prompt chunks run in the same pass as the slots, operator by operator, because
+they keep a GPU busy; the short prompt of a request alone has graphs too. Where a request has a grammar or wants
+log-probabilities, the host adds them between the two halves of a step: the target runs while the host reads the drafts
+and finds the masks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkdraft.core import Batch, Request, Work
+from sparkdraft.engine.accept import NotFinite
+from sparkdraft.engine.drafting import Drafting, Outcome
+from sparkdraft.engine.graphs import Graphs, gpu_sizes
+from sparkdraft.engine.runner import Rows, Runner
+from sparkdraft.engine.sampler import Sampler, SampleRow, read_scores, staged
+from sparkdraft.engine.slots import Asked, Chunks, Ran, Sampled, Slots, StepKind
+from sparkdraft.engine.steps import StepRead, StepResult
+from sparkdraft.text.grammar import GrammarState, Mask
+
+RING = 16  # plain steps after which the drafter observes their rows
+PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # tokens of a prompt alone that has a graph
+MOST_DRAWN = 16  # slots up to which drafted steps are captured at start
+
+
+@dataclass(slots=True)
+class Launched:
+    batch: Batch
+    slot_of: dict[Request, int]  # of those that decode
+    firsts: list[Work]  # prompts that end
+    depth: int  # of the graph
+    # Whether its time is that of its kind: not if it was captured or launched while the device was idle.
+    usual: bool
+    scored: list[Request]  # whose log-probabilities are in 'scores', in this order
+    slots: Tensor | None = None  # as Slots.step gives it, on the host, complete once 'done', as are the next two
+    first_ids: Tensor | None = None
+    scores: Tensor | None = None
+    prompt_scores: dict[Request, Any] | None = None
+    done: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True)
+class Halfway:
+    """A step whose second half waits for the host."""
+
+    kind: StepKind
+    ran: Ran
+    chunks: Chunks | None
+    launched: Launched
+
+
+class DeviceSteps:
+    ahead = 1
+
+    def __init__(self, runner: Runner, sampler: Sampler, drafting: Drafting) -> None:
+        self.grammars: dict[Request, GrammarState] = {}
+        self._runner, self._sampler, self._drafting = runner, sampler, drafting
+        self._proposer, self._device, self._depths = drafting.proposer, sampler.device, drafting.choices
+        self.slots = Slots(runner, drafting.proposer, RING, self._device, sampler.edits, drafting.cuts)
+        self.requests: list[Request] = []  # per slot
+        self._left: list[Request] = []  # have a slot and have ended
+        self._unread: deque[Launched] = deque()
+        self._halfway: Halfway | None = None
+        self._num_waiting = 0  # plain steps whose rows the drafter has not observed
+        self._num_blocks: list[int] = []  # per slot, the number of blocks that the device knows
+        self._most: list[int] = []  # per slot, the drafts that the device may verify
+        self._no_hidden = set[Request]()  # without the hidden state that a chain drafter begins with
+        self._read_at = 0.0
+        if self._proposer:
+            self._proposer.may_pass_over = False  # the slots' tables name all blocks, so no row may be missing
+        drafting.reads_text = False  # the host does not know the last ids
+        assert sampler.edits.tables  # captured steps read them
+        ops, has_graphs = runner.model.ops, runner.plan.graphs and self._device.type == "cuda"
+        self._steps = Graphs(self.slots.step, ops) if has_graphs else None
+        self._forwards = Graphs(self._forward, ops) if has_graphs else None
+        self._prompts = Graphs(self._forward_prompt, ops) if has_graphs else None
+        self._catching_up = Graphs(self.slots.catch_up, ops) if has_graphs else None
+        self._ran: dict[StepKind | int, Ran] = {}  # of the halves that were captured
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
+
+    @property
+    def graphs(self) -> list[Graphs[Any]]:
+        return [each for each in (self._steps, self._forwards, self._prompts, self._catching_up) if each]
+
+    def reach(self, depth: int) -> int:
+        """The drafter writes as many positions for every slot as for the one that drafts most."""
+        if not self._proposer or not depth:
+            return 1
+        depth = self._captured(depth)
+        return max(1 + depth, self._proposer.drafter.reach(depth))
+
+    def fits(self, batch: Batch) -> bool:
+        depth = max(work.most_drafts for work in batch.work)
+        if not depth:
+            return True
+        decoding = sum(work.decodes for work in batch.work)
+        rows = batch.num_prompt_rows + self._size(decoding) * self.reach(depth)
+        return rows <= self._runner.plan.max_step_tokens
+
+    def capture(self) -> None:
+        """Captures the steps that requests are likely to need, so that none of them waits for a graph."""
+        if not self._steps or not self._prompts:
+            return
+        sizes, depths = gpu_sizes(self._runner.plan.max_seqs), self._depths if self._proposer else [0]
+        kinds = [
+            StepKind(size, depth, draws)
+            for depth in depths
+            for size in sizes
+            for draws in (False, True)
+            if (not depth or size <= MOST_DRAWN) and size * (1 + depth) <= self._runner.plan.max_step_tokens
+        ]
+        self._steps.record(kinds)
+        self._prompts.record([n for n in PROMPT_ROWS if n <= self._runner.plan.max_step_tokens])
+
+    def launch(self, batch: Batch) -> None:
+        """Launches one more step. The blocks of its requests must cover all that it may write."""
+        slot_of, joined = self._place(batch)
+        prompts = [work for work in batch.work if not work.decodes]
+        ends = [work for work in prompts if work.samples]
+        depth = self._captured(max(work.most_drafts for work in batch.work))
+        if (depth or prompts) and self._num_waiting:
+            self.catch_up()
+        self._send(batch, slot_of, joined)
+        kind = StepKind(self._size(len(slot_of)), depth, self._draws(slot_of, ends))
+        usual = bool(self._unread)
+        launched = Launched(batch, slot_of, ends, depth, usual, [])
+        self._unread.append(launched)
+        needs_host = any(self._needs_host(work) for work in batch.work)
+        if not prompts and not needs_host:
+            self._launch_captured(kind, launched)
+        else:
+            chunks = self._chunks(prompts, ends, slot_of) if prompts else None
+            ran = self._run(kind, chunks, prompts)
+            self._halfway = Halfway(kind, ran, chunks, launched)
+            if not needs_host:
+                self.complete()
+        for work in ends:
+            self._hand_over(work.request)
+        for request in [r for r in self._no_hidden if r in slot_of]:
+            self._no_hidden.discard(request)
+            self._hand_over(request)
+
+    def complete(self) -> None:
+        """Samples, accepts and observes. The grammars have taken the ids of the step before."""
+        if self._halfway is None:
+            return
+        halfway, self._halfway = self._halfway, None
+        kind, ran, chunks, launched = halfway.kind, halfway.ran, halfway.chunks, halfway.launched
+        asked = self._asked(launched, ran)
+        for work in launched.batch.work:
+            top = work.request.params.prompt_logprobs
+            if top is not None and not work.request.output_ids and not work.decodes and chunks:
+                scores = self._score_prompt(work, ran, launched.batch, top)
+                launched.prompt_scores = (launched.prompt_scores or {}) | {work.request: scores}
+        self._fetch(launched, self.slots.finish(kind, ran, chunks, asked))
+        self._wait_to_observe(launched, has_prompts=chunks is not None)
+
+    def read(self) -> StepRead:
+        launched = self._unread.popleft()
+        if launched.done:
+            launched.done.synchronize()
+        now = time.perf_counter()
+        results, verify = self._results(launched)
+        seconds = now - self._read_at if self._read_at and launched.usual else 0.0
+        self._read_at = now
+        if any(not r.ids and not r.work.request.finish for r in results if r.work.samples):
+            raise NotFinite
+        # A step that seems shorter than its verification was read late after the one before: its parts are not known.
+        return StepRead(launched.batch, results, seconds, verify if verify < seconds else 0.0)
+
+    def learn(self, read: StepRead, num_accepted: Sequence[int]) -> None:
+        steps = [
+            Outcome(result.work.request, result.num_drafted, result.num_draft, accepted, result.gaps)
+            for result, accepted in zip(read.results, num_accepted, strict=True)
+            if result.work.decodes
+        ]
+        if steps:
+            alone = read.batch.decodes
+            self._drafting.learn_overlapped(steps, read.seconds * alone, read.verify_seconds * alone)
+
+    def forget(self, request: Request) -> None:
+        self._sampler.forget(request)
+        self._no_hidden.discard(request)
+        if request in self.requests and request not in self._left:
+            self._left.append(request)
+
+    def abandon(self) -> None:
+        self._unread.clear()
+        self._halfway = None
+        self._read_at = 0.0
+
+    def catch_up(self) -> None:
+        """Shows the drafter the rows of plain steps."""
+        seqs, self._num_waiting = self._size(len(self.requests)), 0
+        if self._catching_up:
+            if seqs not in self._catching_up:
+                self._read_at = 0.0
+            self._catching_up.replay(seqs)
+        else:
+            self.slots.catch_up(seqs)
+
+    # ---- slots
+
+    def _place(self, batch: Batch) -> tuple[dict[Request, int], list[Work]]:
+        """Gives and takes slots: (the slot of each request that decodes, the work of requests that are new)."""
+        if self._left:
+            self._take_back()
+        known = set(self.requests)
+        joining = [work for work in batch.work if work.samples and work.request not in known]
+        decoding = [work for work in joining if work.decodes]
+        slot_of = {request: slot for slot, request in enumerate(self.requests)}
+        # Those that decode come first: the slots of a step are the first ones.
+        for work in sorted(joining, key=lambda work: not work.decodes):
+            if work.decodes:
+                slot_of[work.request] = len(self.requests)
+            self.requests.append(work.request)
+            self._num_blocks.append(0)
+            if work.decodes and self.slots.chain and not self._knows(work.request):
+                self._no_hidden.add(work.request)
+                work.most_drafts = 0
+        assert len(slot_of) == sum(work.decodes for work in batch.work), "a slot has no work in this step"
+        assert len(self.requests) <= self._runner.plan.max_seqs, len(self.requests)
+        if joining:
+            self._write(joining)
+        return slot_of, decoding
+
+    def _take_back(self) -> None:
+        """Takes the slots of requests that have ended. The last slots move up, so that those in use are the first."""
+        if self._num_waiting:
+            self.catch_up()
+        ended, before = set(self._left), len(self.requests)
+        kept = before - len(ended)
+        holes = [slot for slot in range(kept) if self.requests[slot] in ended]
+        moved = [slot for slot in range(kept, before) if self.requests[slot] not in ended]
+        for hole, slot in zip(holes, moved, strict=True):
+            self.requests[hole], self._num_blocks[hole] = self.requests[slot], self._num_blocks[slot]
+        del self.requests[kept:], self._num_blocks[kept:]
+        self._left.clear()
+        self._most = []
+        self.slots.move(self._staged([holes, moved], torch.int64) if holes else None, kept)
+
+    def _write(self, joining: list[Work]) -> None:
+        """Fills the slots of new requests. The slot of a prompt that ends in this step is empty until then."""
+        slot_of = {request: slot for slot, request in enumerate(self.requests)}
+        requests = [work.request for work in joining]
+        edited = self._sampler.edits.slots(requests) or [-1] * len(requests)
+        state, floats, integers = [], [], []
+        for work, edit in zip(joining, edited, strict=True):
+            request, params = work.request, work.request.params
+            token, length, observed = 0, 0, 0
+            if work.decodes:
+                length, observed = request.num_tokens, request.num_computed
+                token = request.ids(length - 1, length)[0]
+            state.append((token, length, observed, 0, edit))
+            floats.append((params.temperature, params.min_p, params.top_p))
+            integers.append((params.top_k, request.seed))
+        index = self._staged([slot_of[request] for request in requests], torch.int64)
+        slots = self.slots
+        slots.state.index_copy_(1, index, self._staged(state, torch.int32).T)
+        slots.floats.index_copy_(1, index, self._staged(floats, torch.float32).T)
+        slots.integers.index_copy_(1, index, self._staged(integers, torch.int64).T)
+        self._most = []
+
+    def _send(self, batch: Batch, slot_of: dict[Request, int], joined: list[Work]) -> None:
+        """Sends what the host decides about a step, where it has changed: the drafts of each slot, and its new
+        blocks."""
+        slots, most = self.slots, [0] * len(slot_of)
+        for work in batch.work:
+            if work.decodes:
+                most[slot_of[work.request]] = work.most_drafts
+        if most != self._most:
+            slots.most[: len(most)].copy_(self._staged(most, torch.int32), non_blocking=True)
+            self._most = most
+        if not any(request.most_unread for request in slot_of):
+            self._num_blocks = [0] * len(self.requests)  # while nothing was unread, blocks may have been replaced
+        width = slots.tables.shape[1]
+        places: list[int] = []
+        blocks: list[int] = []
+        for slot, request in enumerate(self.requests):
+            known, now = self._num_blocks[slot], len(request.blocks)
+            if known < now:
+                places += range(slot * width + known, slot * width + now)
+                blocks += request.blocks[known:now].tolist()
+                self._num_blocks[slot] = now
+        if blocks:
+            both = self._staged([places, blocks], torch.int64)
+            slots.tables.view(-1)[both[0]] = both[1].int()
+        depths = {work.request: work.most_drafts for work in batch.work if work.most_drafts}
+        if slots.cuts and depths and (terms := self._drafting.cut_terms(list(slot_of), depths)):
+            slots.terms[: len(terms)].copy_(self._staged(terms, torch.float32), non_blocking=True)
+
+    def _knows(self, request: Request) -> bool:
+        return self._proposer is not None and self._proposer.knows(request)
+
+    def _hand_over(self, request: Request) -> None:
+        if self._proposer:
+            self._proposer.hand_over(request)
+
+    def _draws(self, slot_of: dict[Request, int], ends: list[Work]) -> bool:
+        edits = self._sampler.edits
+        requests = (*slot_of, *(work.request for work in ends))
+        return any(r.params.temperature or edits.asks(r) for r in requests)
+
+    # ---- a step
+
+    def _launch_captured(self, kind: StepKind, launched: Launched) -> None:
+        if self._steps:
+            if kind not in self._steps:
+                launched.usual, self._read_at = False, 0.0  # it keeps the host from reading the step before in time
+            self._fetch(launched, Sampled(self._steps.replay(kind), None))
+        else:
+            self._fetch(launched, Sampled(self.slots.step(kind), None))
+        self._wait_to_observe(launched, has_prompts=False)
+
+    def _wait_to_observe(self, launched: Launched, has_prompts: bool) -> None:
+        """The rows of a plain step wait in the ring; when it is full, the drafter observes them."""
+        at_once = self._proposer is None or self.slots.chain or launched.depth or has_prompts
+        self._num_waiting += not at_once
+        if self._num_waiting == RING:
+            self.catch_up()
+
+    def _run(self, kind: StepKind, chunks: Chunks | None, prompts: list[Work]) -> Ran:
+        """The first half of a step."""
+        key: StepKind | int = kind
+        if not prompts and self._forwards:
+            self._forwards.replay(kind)
+        elif chunks and self._prompts and not kind.seqs and len(chunks.ids) in self._prompts:
+            key = len(chunks.ids)
+            self._prompts.replay(key)
+        else:
+            return self.slots.forward(kind, chunks)
+        return self._ran[key]
+
+    def _forward(self, kind: StepKind) -> Tensor:
+        ran = self._ran[kind] = self.slots.forward(kind)
+        return ran.residual
+
+    def _forward_prompt(self, rows: int) -> Tensor:
+        """The only chunk of a step, padded to this many tokens."""
+        inputs, none = self._runner.inputs, torch.empty(0, dtype=torch.int64, device=self._device)
+        view = inputs.view(1, rows, self._runner.plan.max_model_len)
+        parts = inputs.token_ids[:rows], inputs.positions[:rows], inputs.slots[:rows]
+        ran = self._ran[rows] = self.slots.forward(StepKind(0, 0, False), Chunks(*parts, view, none, none))
+        return ran.residual
+
+    def _chunks(self, prompts: list[Work], ends: list[Work], slot_of: dict[Request, int]) -> Chunks:
+        """Lays out prompt chunks one after the other; one alone is padded to a size that has a graph."""
+        inputs, plan = self._runner.inputs, self._runner.plan
+        parts = [Rows(_known_ids(work), work.start, work.request.blocks, 0, 0) for work in prompts]
+        rows = sum(work.num_known for work in prompts)
+        if len(prompts) == 1 and not slot_of and self._prompts:
+            rows = next((n for n in PROMPT_ROWS if n >= rows and n in self._prompts), rows)
+        inputs.fill(parts, 0, rows)
+        longest, context = max(work.num_known for work in prompts), max(work.stop for work in prompts)
+        if slot_of:
+            context = max(context, *(r.next_start + 1 + max(self._depths) for r in slot_of))
+        view = inputs.view(len(prompts), longest, min(context, plan.max_model_len))
+        last, end = [], 0
+        for work in prompts:
+            end += work.num_known
+            last.append(end - 1)
+        slots = {request: slot for slot, request in enumerate(self.requests)}
+        of_ends = [[row for row, work in zip(last, prompts, strict=True) if work.samples]]
+        of_ends.append([slots[work.request] for work in ends])
+        index = self._staged(of_ends, torch.int64)
+        following = None
+        if self.slots.chain:
+            following = self._staged([i for work in prompts for i in _following(work)], torch.int32)
+            following = torch.nn.functional.pad(following, (0, rows - len(following)))
+        parts_of = inputs.token_ids[:rows], inputs.positions[:rows], inputs.slots[:rows]
+        return Chunks(*parts_of, view, index[0], index[1], following)
+
+    def _captured(self, depth: int) -> int:
+        return next(d for d in self._depths if d >= depth)
+
+    def _size(self, num_requests: int) -> int:
+        """The number of slots of a step. On a GPU it is one of a few sizes that are captured; the spare slots are
+        empty."""
+        if not self._steps or not num_requests:
+            return num_requests
+        return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= num_requests)
+
+    def _staged(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return staged(values, dtype, self._device)
+
+    # ---- grammars and log-probabilities
+
+    def _needs_host(self, work: Work) -> bool:
+        params = work.request.params
+        scores_prompt = params.prompt_logprobs is not None and not work.decodes
+        return (work.samples and (params.logprobs is not None or work.request in self.grammars)) or scores_prompt
+
+    def _asked(self, launched: Launched, ran: Ran) -> Asked | None:
+        """What the samples of a step depend on beside the slots: masks of grammars; and whose scores are wanted."""
+        works = [work for work in launched.batch.work if work.samples and not work.request.finish]
+        held = [work for work in works if work.request in self.grammars]
+        launched.scored = [work.request for work in works if work.request.params.logprobs is not None]
+        if not held and not launched.scored:
+            return None
+        first = len(launched.firsts)
+        first_row = {work.request: i for i, work in enumerate(launched.firsts)}
+        masked: list[int] = []
+        masks: list[Mask] = []
+        drafted = self._drafts_of(ran, launched) if any(work.decodes for work in held) else {}
+        for work in held:
+            begin, drafts = drafted[work.request] if work.decodes else (first_row[work.request] - first, [])
+            for column, mask in enumerate(self.grammars[work.request].masks(drafts)):
+                row = SampleRow(work.request, drafts[:column])
+                masks.append(self._sampler.keep_open(mask, row))
+                masked.append(first + begin + column)
+        scored = None
+        if launched.scored:
+            rows = []
+            for request in launched.scored:
+                if request in launched.slot_of:
+                    assert ran.rows is not None
+                    rows.append(first + ran.rows.places[launched.slot_of[request]].long())
+                else:  # as many as of a slot, so that all have one shape
+                    alone = self._staged([first_row[request]], torch.int64)
+                    rows.append(alone.expand(1 + launched.depth))
+            scored = torch.cat(rows)
+        if not masks:
+            return Asked(None, None, scored)
+        table = torch.from_numpy(np.stack(masks))
+        if self._device.type != "cpu":
+            table = table.pin_memory().to(self._device, non_blocking=True)
+        return Asked(self._staged(masked, torch.int64), table, scored)
+
+    def _drafts_of(self, ran: Ran, launched: Launched) -> dict[Request, tuple[int, list[int]]]:
+        """Per request that decodes: its first row among the slots' rows, and its drafts. Waits until they are made."""
+        assert ran.rows is not None and ran.kept is not None
+        columns = [ran.rows.query_start[:-1], ran.kept]
+        table = torch.stack(columns, 1)
+        if ran.drafts is not None:
+            table = torch.cat((table, ran.drafts.int()), 1)
+        rows = table.tolist()
+        return {
+            request: (rows[slot][0], rows[slot][2 : 2 + rows[slot][1]]) for request, slot in launched.slot_of.items()
+        }
+
+    def _score_prompt(self, work: Work, ran: Ran, batch: Batch, top: int) -> Any:
+        row = 0
+        for other in batch.work:
+            if other is work:
+                break
+            row += 0 if other.decodes else other.num_known
+        return self._runner.prompt_logprobs(work, row, top, ran.residual)
+
+    # ---- results
+
+    def _fetch(self, launched: Launched, written: Sampled) -> None:
+        """Starts copying a step's result to the host. The next replay overwrites it, but only after this copy."""
+        parts = written.slots, written.firsts, written.scores
+        if self._device.type == "cpu":
+            found = [None if part is None else part.clone() for part in parts]
+        else:
+            found = []
+            for part in parts:
+                host = None if part is None else torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+                if part is not None and host is not None:
+                    host.copy_(part, non_blocking=True)
+                found.append(host)
+            launched.done = torch.cuda.Event()
+            launched.done.record()
+        launched.slots, launched.first_ids, launched.scores = found
+
+    def _results(self, launched: Launched) -> tuple[list[StepResult], float]:
+        """The results of a step that is done, and the seconds that verifying took; 0 if they are not known."""
+        rows: list[list[int]] = []
+        gaps: list[list[float]] = []
+        if launched.slots is not None:
+            end = launched.depth + 4
+            rows = launched.slots[:, :end].tolist()
+            gaps = launched.slots[:, end:].contiguous().view(torch.float32).tolist()
+        firsts = launched.first_ids.tolist() if launched.first_ids is not None else []
+        first_of = dict(zip((work.request for work in launched.firsts), firsts, strict=True))
+        results = []
+        for work in launched.batch.work:
+            result = StepResult(work)
+            if work.decodes:
+                slot = launched.slot_of[work.request]
+                row, drafted = rows[slot], work.most_drafts
+                result.ids, result.num_drafted, result.num_draft = row[: row[-3] + 1], drafted, row[-2]
+                result.gaps = gaps[slot][:drafted]
+            elif work.samples:
+                first = first_of[work.request]
+                result.ids = [first] if first >= 0 else []
+            if launched.prompt_scores:
+                result.prompt_logprobs = launched.prompt_scores.get(work.request)
+            results.append(result)
+        self._add_scores(launched, results)
+        return results, rows[0][-1] / 1e9 if rows else 0.0
+
+    def _add_scores(self, launched: Launched, results: list[StepResult]) -> None:
+        if launched.scores is None:
+            return
+        each = len(launched.scores) // len(launched.scored)
+        of = {request: launched.scores[i * each : (i + 1) * each] for i, request in enumerate(launched.scored)}
+        for result in results:
+            if result.work.request in of and result.ids:
+                top = result.work.request.params.logprobs
+                assert top is not None
+                result.logprobs = read_scores(of[result.work.request][: len(result.ids)], result.ids, top)
+
+
+def _known_ids(work: Work) -> list[int]:
+    return work.request.ids(work.start, work.start + work.num_known)
+
+
+def _following(work: Work) -> list[int]:
+    """The id after each token of a chunk; 0 after the last one of a prompt, which this step samples."""
+    ids = work.request.ids(work.start + 1, work.start + 1 + work.num_known)
+    return ids + [0] * (work.num_known - len(ids))

@@ -1,0 +1,27 @@
+"""Engines whose steps run as a GPU's or as a CPU's, whatever this machine is."""
+
+from __future__ import annotations
+
+from sparkdraft import LLM
+from sparkdraft.engine.device_steps import DeviceSteps
+from sparkdraft.engine.host_steps import HostSteps
+
+
+def on_device(llm: LLM) -> LLM:
+    """The steps of a GPU. On a CPU they run uncaptured."""
+    engine = llm.engine
+    engine.steps = DeviceSteps(engine.runner, engine.sampler, engine.drafting)
+    return llm
+
+
+def on_host(llm: LLM) -> LLM:
+    """The steps of a CPU, which are the reference of the other."""
+    engine = llm.engine
+    engine.steps = HostSteps(engine.runner, engine.sampler, engine.drafting)
+    engine.drafting.reads_text = engine.drafting.ngram
+    return llm
+
+
+def device_steps(llm: LLM) -> DeviceSteps:
+    assert isinstance(llm.engine.steps, DeviceSteps)
+    return llm.engine.steps
