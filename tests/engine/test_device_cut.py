@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from sparkdraft.engine.overlap import Launched, OverlappedSteps
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.core import AUTO, Fact
+from sparkdraft.core import AUTO, Batch, Fact, Request, Work
+from sparkdraft.engine.device_steps import Launched
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.ops import CutTerms
 from sparkdraft.speculation.costs import Price
 from sparkdraft.speculation.depth import DepthController
+from tests.fakes.steps import device_steps, on_device, on_host
 
 DEPTH = 15
 TEXTS = ["def merge(a, b):", "The sea is", '{"name": "Ada", "born": 1815,', "Once upon a time", "1, 2, 3, 4, 5,"]
@@ -67,10 +68,7 @@ def llm() -> LLM:
     made = LLM("smollm2", device="cpu", ngram=False, max_seqs=5, kv_tokens=4096)
     drafting = made.engine.drafting
     assert drafting.cuts and drafting.proposer
-    made.engine.overlap = OverlappedSteps(
-        made.engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices, cuts=True
-    )
-    return made
+    return on_device(made)
 
 
 @pytest.fixture
@@ -131,13 +129,14 @@ def test_wherever_blocks_are_cut_the_text_is_plain_text(
 def test_a_part_that_is_longer_than_the_step_is_not_believed(
     took: float, verify: float, known: float, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overlap = llm.engine.overlap
-    assert overlap
-    step = Launched([1], torch.tensor([[7, 8, 0, 1, int(verify * 1e9)]], dtype=torch.int32), None, True, 1)
-    monkeypatch.setattr(overlap, "_unread", deque([step]))
-    monkeypatch.setattr(overlap, "_read_at", time.perf_counter() - took)
-    overlap.read()
-    assert overlap.step_seconds >= took and overlap.verify_seconds == pytest.approx(known)
+    steps = device_steps(llm)
+    work = Work(Request("x", 0, [1], SamplingParams(), 0, 8), 0, 1, True, most_drafts=1)
+    step = Launched(Batch([work]), {work.request: 0}, [], 1, True, [])
+    step.slots = torch.tensor([[7, 8, 0, 1, int(verify * 1e9)]], dtype=torch.int32)
+    monkeypatch.setattr(steps, "_unread", deque([step]))
+    monkeypatch.setattr(steps, "_read_at", time.perf_counter() - took)
+    read = steps.read()
+    assert read.seconds >= took and read.verify_seconds == pytest.approx(known)
 
 
 def test_the_host_learns_from_what_the_device_says(
@@ -171,9 +170,10 @@ def test_what_cuts_is_said(llm: LLM) -> None:
         return fact
 
     assert "on the device" in said().value and not said().reason
-    overlap, llm.engine.overlap = llm.engine.overlap, None
+    steps = llm.engine.steps
+    on_host(llm)
     assert "by the host" in said().value
-    llm.engine.overlap = overlap
+    llm.engine.steps = steps
     proposer = llm.engine.drafting.proposer
     assert proposer
 

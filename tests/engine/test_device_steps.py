@@ -189,9 +189,7 @@ def test_every_step_accepts_what_the_hosts_step_accepts(host: LLM, overlapped: L
         assert a["num_accepted_draft_tokens"] > 10
 
 
-def test_grammars_and_log_probabilities_run_beside_others(
-    host: LLM, overlapped: LLM, watched: list[int]
-) -> None:
+def test_grammars_and_log_probabilities_run_beside_others(host: LLM, overlapped: LLM, watched: list[int]) -> None:
     kinds: list[dict[str, Any]] = [
         {"max_tokens": 40},
         {"max_tokens": 12, "repetition_penalty": 1.3},
@@ -274,6 +272,8 @@ def test_a_paused_drafter_catches_up(
             engine.drain()
         assert engine.drafting.proposer
         with torch.inference_mode():
+            if llm is overlapped:
+                device_steps(llm).catch_up()
             engine.drafting.proposer.flush([request])
         kv = engine.drafting.proposer.drafter.kv  # type: ignore[attr-defined]
         positions = torch.arange(request.num_prompt + 45, device=kv.k[0].device)
