@@ -22,10 +22,7 @@ from sparkdraft.kernels import reference
 from sparkdraft.kernels.ops import IN_PROMPT, WIDEST, EditedSlots, LogitEdits, Ops
 from sparkdraft.text.grammar import GrammarState, Mask
 
-# Per byte of a mask: the upper bounds of its eight ids. Taking a minimum needs a quarter of the time of an indexed
-# assignment.
-BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little")
-BOUNDS = np.where(BITS, np.float32(np.inf), np.float32(-np.inf))  # [256, 8]
+LOGPROB_ROWS = 64  # of which the log-probabilities of all ids are in memory at once
 
 
 class SampleRow(NamedTuple):
@@ -47,7 +44,7 @@ class SampleRow(NamedTuple):
 @dataclass(slots=True)
 class Sampled:
     ids: Tensor  # int64 [rows], on the device; reading it is the only wait of the step. accept.NONE: no finite logit
-    # row -> (log-probabilities [vocab], number of alternatives), where requested
+    # row -> (the model's own logits [vocab], number of alternatives), where log-probabilities are requested
     logprobs: dict[int, tuple[Tensor, int]]
 
     def report(self, first: int, chosen: list[int]) -> list[TokenLogprob] | None:
@@ -208,13 +205,13 @@ class Sampler:
         """Sample an id from each row of 'logits' (float32 [rows, vocab], which is edited in place)."""
         if takes_likeliest(rows):
             return Sampled(checked(logits, pick(self.ops, logits, None)), {})
-        logprobs = self._raw_logprobs(logits, rows)
+        raw = self._raw_logits(logits, rows)
         if edits := self.edits.of(rows):
             self.ops.edit_logits(logits, edits)
         if any(r.grammar for r in rows):
             self._constrain(logits, rows)
         draws = Draws.of([r.request for r in rows], [r.position for r in rows], logits.device)
-        return Sampled(checked(logits, pick(self.ops, logits, draws)), logprobs)
+        return Sampled(checked(logits, pick(self.ops, logits, draws)), raw)
 
     def forget(self, request: Request) -> None:
         self.edits.forget(request)
@@ -227,13 +224,16 @@ class Sampler:
 
         Such a draft is masked in its own row, so it is never accepted, and the rows behind it are never used.
         """
-        masks: dict[int, Mask] = {}
+        masks: list[Mask] = []
+        which = [-1] * len(rows)
         for first, row in enumerate(rows):
             if row.grammar and not row.ahead:  # the first row of its request; the rows of a request are consecutive
                 last = next((i for i in range(first + 1, len(rows)) if not rows[i].ahead), len(rows)) - 1
                 for index, mask in enumerate(row.grammar.masks(rows[last].ahead), first):
-                    masks[index] = self._keep_open(mask, rows[index])
-        forbid(logits, list(masks), np.stack([*masks.values()]))
+                    which[index] = len(masks)
+                    masks.append(self._keep_open(mask, rows[index]))
+        bits = torch.from_numpy(np.stack(masks)).to(logits.device)
+        self.ops.forbid_bits(logits, bits, torch.tensor(which, dtype=torch.int32, device=logits.device))
 
     def _keep_open(self, mask: Mask, row: SampleRow) -> Mask:
         """Remove the end of the text from a mask where the text must go on (min_tokens, ignore_eos), unless nothing
@@ -247,9 +247,9 @@ class Sampler:
             open_mask[token // 8] &= 255 ^ (1 << token % 8)
         return open_mask if open_mask.any() else mask
 
-    def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
+    def _raw_logits(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
         wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}
-        return {i: (logits[i].log_softmax(-1), top) for i, top in wanted.items() if top is not None}
+        return {i: (logits[i].clone(), top) for i, top in wanted.items() if top is not None}
 
 
 def pick(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
@@ -283,29 +283,33 @@ def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
     return True
 
 
-def forbid(logits: Tensor, rows: list[int], masks: Mask) -> None:
-    """Set -inf in these rows for every id whose bit is 0. masks: uint8 [rows, bytes], the lowest bit is the first
-    id."""
-    vocab = logits.shape[1]
-    if logits.device.type == "cpu":
-        table = logits.numpy()
-        for row, mask in zip(rows, masks, strict=True):
-            np.minimum(table[row], BOUNDS.take(mask, 0).ravel()[:vocab], out=table[row])
-        return
-    bounds, index = torch.from_numpy(BOUNDS).to(logits.device), torch.tensor(rows, device=logits.device)
-    most = bounds[torch.from_numpy(masks).to(logits.device).int()].flatten(1)  # [rows, ids]
-    logits[index] = logits[index].minimum(most[:, :vocab])
+def token_logprobs(logits: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log-probability reports of chosen ids from rows of raw logits [rows, vocab], in one transfer."""
+    return read_logprobs(top_logprobs(logits, torch.tensor(chosen, device=logits.device), top), chosen, top)
 
 
-def token_logprobs(logprobs: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log-probability reports from rows of log-probabilities [rows, vocab]. All rows share one top-k and one transfer,
-    as float64, which represents ids and float32 exactly."""
-    best = torch.topk(logprobs, top)
-    own = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device).unsqueeze(1))
-    table = torch.cat([own.double(), best.values.double(), best.indices.double()], 1).tolist()
+def top_logprobs(logits: Tensor, chosen: Tensor, top: int) -> Tensor:  # float32 [rows, vocab], integers [rows]
+    """float32 [rows, 1 + 2 * top]: log-probabilities of the chosen ids, then those of the 'top' likeliest, then their
+    ids, which a float32 holds exactly up to 16,777,216. A row whose chosen id is NONE has that of id 0.
+
+    It waits for nothing, so a CUDA graph can hold it. log_softmax is one launch where logsumexp, which has a temporary
+    of the same size, is nine.
+    """
+    tables = []
+    for rows, ids in zip(logits.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS), strict=True):
+        logprobs = rows.log_softmax(-1)
+        best = logprobs.topk(top)
+        own = logprobs.gather(1, ids.long().clamp(min=0).unsqueeze(1))
+        tables.append(torch.cat([own, best.values, best.indices.float()], 1))
+    return torch.cat(tables)
+
+
+def read_logprobs(table: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """The reports in a table of `top_logprobs`, which may hold more alternatives than the 'top' that are wanted."""
+    held = table.shape[1] // 2
     return [
-        TokenLogprob(token, row[0], [(int(i), value) for i, value in zip(row[1 + top :], row[1:], strict=False)])
-        for token, row in zip(chosen, table, strict=True)
+        TokenLogprob(token, row[0], [(int(row[1 + held + i]), row[1 + i]) for i in range(top)])
+        for token, row in zip(chosen, table.tolist(), strict=True)
     ]
 
 
