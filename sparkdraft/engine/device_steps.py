@@ -27,7 +27,7 @@ from sparkdraft.engine.accept import NotFinite
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.graphs import Graphs, gpu_sizes
 from sparkdraft.engine.runner import Rows, Runner
-from sparkdraft.engine.sampler import Sampler, SampleRow, read_scores, staged
+from sparkdraft.engine.sampler import Sampler, SampleRow, read_logprobs, staged
 from sparkdraft.engine.slots import Asked, Chunks, Ran, Sampled, Slots, StepKind
 from sparkdraft.engine.steps import StepRead, StepResult
 from sparkdraft.text.grammar import GrammarState, Mask
@@ -416,15 +416,14 @@ class DeviceSteps:
             return None
         first = len(launched.firsts)
         first_row = {work.request: i for i, work in enumerate(launched.firsts)}
-        masked: list[int] = []
+        which = [-1] * (first + (len(ran.rows.ids) if ran.rows else 0))
         masks: list[Mask] = []
         drafted = self._drafts_of(ran, launched) if any(work.decodes for work in held) else {}
         for work in held:
             begin, drafts = drafted[work.request] if work.decodes else (first_row[work.request] - first, [])
             for column, mask in enumerate(self.grammars[work.request].masks(drafts)):
-                row = SampleRow(work.request, drafts[:column])
-                masks.append(self._sampler.keep_open(mask, row))
-                masked.append(first + begin + column)
+                which[first + begin + column] = len(masks)
+                masks.append(self._sampler.keep_open(mask, SampleRow(work.request, drafts[:column])))
         scored = None
         if launched.scored:
             rows = []
@@ -441,7 +440,7 @@ class DeviceSteps:
         table = torch.from_numpy(np.stack(masks))
         if self._device.type != "cpu":
             table = table.pin_memory().to(self._device, non_blocking=True)
-        return Asked(self._staged(masked, torch.int64), table, scored)
+        return Asked(table, self._staged(which, torch.int32), scored)
 
     def _drafts_of(self, ran: Ran, launched: Launched) -> dict[Request, tuple[int, list[int]]]:
         """Per request that decodes: its first row among the slots' rows, and its drafts. Waits until they are made."""
@@ -517,7 +516,7 @@ class DeviceSteps:
             if result.work.request in of and result.ids:
                 top = result.work.request.params.logprobs
                 assert top is not None
-                result.logprobs = read_scores(of[result.work.request][: len(result.ids)], result.ids, top)
+                result.logprobs = read_logprobs(of[result.work.request][: len(result.ids)], result.ids, top)
 
 
 def _known_ids(work: Work) -> list[int]:

@@ -22,10 +22,7 @@ from sparkdraft.kernels import reference
 from sparkdraft.kernels.ops import IN_PROMPT, WIDEST, EditedSlots, LogitEdits, Ops
 from sparkdraft.text.grammar import GrammarState, Mask
 
-# Per byte of a mask: the upper bounds of its eight ids. Taking a minimum needs a quarter of the time of an indexed
-# assignment.
-BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little")
-BOUNDS = np.where(BITS, np.float32(np.inf), np.float32(-np.inf))  # [256, 8]
+LOGPROB_ROWS = 64  # of which the log-probabilities of all ids are in memory at once
 
 
 class SampleRow(NamedTuple):
@@ -228,13 +225,16 @@ class Sampler:
 
         Such a draft is masked in its own row, so it is never accepted, and the rows behind it are never used.
         """
-        masks: dict[int, Mask] = {}
+        masks: list[Mask] = []
+        which = [-1] * len(rows)
         for first, row in enumerate(rows):
             if row.grammar and not row.ahead:  # the first row of its request; the rows of a request are consecutive
                 last = next((i for i in range(first + 1, len(rows)) if not rows[i].ahead), len(rows)) - 1
                 for index, mask in enumerate(row.grammar.masks(rows[last].ahead), first):
-                    masks[index] = self.keep_open(mask, rows[index])
-        forbid(logits, list(masks), np.stack([*masks.values()]))
+                    which[index] = len(masks)
+                    masks.append(self.keep_open(mask, rows[index]))
+        bits = torch.from_numpy(np.stack(masks)).to(logits.device)
+        self.ops.forbid_bits(logits, bits, torch.tensor(which, dtype=torch.int32, device=logits.device))
 
     def keep_open(self, mask: Mask, row: SampleRow) -> Mask:
         """Remove the end of the text from a mask where the text must go on (min_tokens, ignore_eos), unless nothing
@@ -285,45 +285,34 @@ def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
     return True
 
 
-def forbid(logits: Tensor, rows: Sequence[int], masks: Mask) -> None:
-    """Set -inf in these rows for every id whose bit is 0. masks: uint8 [rows, bytes], the lowest bit is the first
-    id."""
-    table, vocab = logits.numpy(), logits.shape[1]
-    for row, mask in zip(rows, masks, strict=True):
-        np.minimum(table[row], BOUNDS.take(mask, 0).ravel()[:vocab], out=table[row])
+def token_logprobs(logits: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log-probability reports of chosen ids from rows of raw logits [rows, vocab], in one transfer."""
+    return read_logprobs(top_logprobs(logits, torch.tensor(chosen, device=logits.device), top), chosen, top)
 
 
-def forbid_rows(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """`forbid` on any device, without waiting for it."""
-    if logits.device.type == "cpu":
-        forbid(logits, rows.tolist(), masks.numpy())
-        return
-    bits = (masks.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1  # [rows, bytes, 8]
-    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
-    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+def top_logprobs(logits: Tensor, chosen: Tensor, top: int) -> Tensor:  # float32 [rows, vocab], integers [rows]
+    """float32 [rows, 1 + 2 * top]: log-probabilities of the chosen ids, then those of the 'top' likeliest, then their
+    ids, which a float32 holds exactly up to 16,777,216. A row whose chosen id is NONE has that of id 0.
+
+    It waits for nothing, so a CUDA graph can hold it. log_softmax is one launch where logsumexp, which has a temporary
+    of the same size, is nine.
+    """
+    tables = []
+    for rows, ids in zip(logits.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS), strict=True):
+        logprobs = rows.log_softmax(-1)
+        best = logprobs.topk(top)
+        own = logprobs.gather(1, ids.long().clamp(min=0).unsqueeze(1))
+        tables.append(torch.cat([own, best.values, best.indices.float()], 1))
+    return torch.cat(tables)
 
 
-def score_ids(logits: Tensor, chosen: Tensor, top: int) -> Tensor:  # float64 [rows, 1 + 2 * top]
-    """The log-probability of the chosen id of each row, then those of the most likely ids, then these ids. float64
-    represents ids and float32 exactly, so that one transfer brings all."""
-    logprobs = logits.log_softmax(-1)
-    best = torch.topk(logprobs, top)
-    own = logprobs.gather(1, chosen.unsqueeze(1))
-    return torch.cat([own.double(), best.values.double(), best.indices.double()], 1)
-
-
-def read_scores(table: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Reports of rows that `score_ids` has made, with at most as many alternatives as they hold."""
-    most = (table.shape[1] - 1) // 2
+def read_logprobs(table: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """The reports in a table of `top_logprobs`, which may hold more alternatives than the 'top' that are wanted."""
+    held = table.shape[1] // 2
     return [
-        TokenLogprob(token, row[0], [(int(row[1 + most + i]), row[1 + i]) for i in range(top)])
+        TokenLogprob(token, row[0], [(int(row[1 + held + i]), row[1 + i]) for i in range(top)])
         for token, row in zip(chosen, table.tolist(), strict=True)
     ]
-
-
-def token_logprobs(logits: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log-probability reports from rows of logits."""
-    return read_scores(score_ids(logits, torch.tensor(chosen, device=logits.device), top), chosen, top)
 
 
 class Sure(NamedTuple):

@@ -31,7 +31,7 @@ from sparkdraft.drafters.base import Anchors, CommittedRows, Score
 from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws, EditTables, forbid_rows, ids_of, pick, pick_sure, score_ids
+from sparkdraft.engine.sampler import Draws, EditTables, ids_of, pick, pick_sure, top_logprobs
 from sparkdraft.kernels.ops import AttentionView, CutTerms, LogitEdits, PackedRows
 from sparkdraft.models.common.blocks import Step
 
@@ -80,8 +80,8 @@ class Ran(NamedTuple):
 class Asked(NamedTuple):
     """What the host adds to the second half of a step: grammars, and the wish for log-probabilities."""
 
-    masked: Tensor | None  # int64 [n]: rows of logits
-    masks: Tensor | None  # uint8 [n, bytes]: the ids that each may take
+    masks: Tensor | None  # uint8 [n, bytes]: ids that a row may take
+    which: Tensor | None  # int32 [rows]: the mask of each row of logits; negative: none
     scored: Tensor | None  # int64 [m]: rows of logits whose log-probabilities are wanted
 
 
@@ -90,7 +90,7 @@ class Sampled(NamedTuple):
 
     slots: Tensor | None  # int32 [seqs, ...]
     firsts: Tensor | None  # int32 [prompts that end]; NONE where the step computed NaN
-    scores: Tensor | None = None  # float64 [m, 1 + 2 * MAX_LOGPROBS], see sampler.score_ids
+    scores: Tensor | None = None  # float32 [m, 1 + 2 * MAX_LOGPROBS], see sampler.top_logprobs
 
 
 class Slots:
@@ -296,11 +296,11 @@ class Slots:
         raw = logits[asked.scored] if asked is not None and asked.scored is not None else None
         if kind.draws:
             model.ops.edit_logits(logits, self._edits(ran.rows, chunks))
-        if asked is not None and asked.masked is not None and asked.masks is not None:
-            forbid_rows(logits, asked.masked, asked.masks)
+        if asked is not None and asked.masks is not None and asked.which is not None:
+            model.ops.forbid_bits(logits, asked.masks, asked.which)
         draws = self._draws(kind, *self._drawn(ran.rows, chunks)) if kind.draws else None
         samples = pick(model.ops, logits, draws)
-        scores = None if raw is None or asked is None else score_ids(raw, samples[asked.scored], MAX_LOGPROBS)
+        scores = None if raw is None or asked is None else top_logprobs(raw, samples[asked.scored], MAX_LOGPROBS)
         return samples.int(), scores
 
     def _drawn(self, rows: PackedRows | None, chunks: Chunks | None) -> tuple[Tensor, Tensor]:

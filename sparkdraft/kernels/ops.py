@@ -198,6 +198,9 @@ class PackedRows(NamedTuple):
 IN_PROMPT = 1 << 30  # stands in EditedSlots.counts beside how often an id was written
 
 
+MOST_MATCH = 32  # ids of a match in a request's own text; a longer one counts as this long
+
+
 class EditedSlots(NamedTuple):
     """What requests ask of their logits, a row of each table per request slot."""
 
@@ -486,6 +489,14 @@ class Ops(KeepsWeights, Protocol):
     def edit_logits(self, logits: Tensor, edits: LogitEdits) -> None:  # float32 [rows, columns], in place
         """Applies penalties, which count the drafts before a row too, then biases and excluded ids."""
 
+    def forbid_bits(
+        self,
+        logits: Tensor,  # float32 [rows, columns], changed in place
+        masks: Tensor,  # uint8 [masks, bytes]: column i is bit i % 8 of byte i // 8
+        which: Tensor,  # int32 [rows]: the mask of each row; negative: the row stays as it is
+    ) -> None:
+        """Sets -inf where the bit of a row's mask is 0."""
+
     def sample(
         self,
         logits: Tensor,  # float32 [rows, columns]
@@ -555,3 +566,26 @@ class Ops(KeepsWeights, Protocol):
         Returns per sequence the samples, the numbers of accepted and of verified drafts, and nanoseconds since the
         stamp; per row the slot, if the row is now committed, else -1.
         """
+
+    # Drafts from a request's own text
+
+    def match_text(
+        self,
+        ids: Tensor,  # int32 [seqs, room]: the known ids of each sequence
+        length: Tensor,  # int32 [seqs]: how many; 0 where it is empty, and above 'room' all of the row count
+        min_match: int,  # 1 to MOST_MATCH
+        drafts: Tensor,  # integers [seqs, depth], written where there is a match
+    ) -> Tensor:  # int32 [seqs]
+        """Drafts what followed the text's last ids where they occurred before.
+
+        Returns the length of the match, up to MOST_MATCH; 0 where fewer than 'min_match' ids match.
+        """
+
+    def append_text(
+        self,
+        ids: Tensor,  # int32 [seqs, room], changed in place
+        length: Tensor,  # int32 [seqs]: ids of each sequence before these; 0 where it is empty, which it stays
+        samples: Tensor,  # integers [seqs, width]
+        count: Tensor,  # integers [seqs]: samples of a sequence that are written, its first ones
+    ) -> None:
+        """Writes committed ids behind those that are known; what is past 'room' is dropped."""

@@ -16,11 +16,11 @@ import torch
 from sparkdraft.core import Batch, FinishReason, GrammarSpec, Request, SamplingParams, StepOutput, UserError, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.proposer import Drafts
-from sparkdraft.engine.sampler import Sampler, SampleRow, forbid
+from sparkdraft.engine.sampler import Sampler, SampleRow
 from sparkdraft.llm import LLM, Completion
-from sparkdraft.text.grammar import GrammarCompiler, GrammarState
+from sparkdraft.text.grammar import GrammarCompiler
 from tests.fakes import EOS, VOCAB, FakeBlock, fake_engine
-from tests.text.test_grammar import allowed, letters
+from tests.text.test_grammar import letters
 
 LONG = {"num_blocks": 400, "block_size": 4, "max_step_tokens": 64}
 LETTERS = letters([])  # its ids are the fakes' ids
@@ -240,19 +240,6 @@ def test_masks_come_last_and_rows_behind_a_broken_draft_stay() -> None:
     sampled = Sampler(VOCAB, frozenset({EOS}), torch.device("cpu"), max_seqs=4)(logits, rows).ids.tolist()
     assert sampled[:2] == [ord("a"), ord("b")] and sampled[2] in b"cd" and sampled[3] == 5
     assert logits.isfinite().sum(-1).tolist() == [1, 1, 2, VOCAB]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_forbidding_leaves_what_the_bits_say(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
-    state: GrammarState = GRAMMARS.compile(LIST).start()
-    masks = state.masks(b"abc-12")
-    logits = torch.zeros(9, VOCAB, device=device)
-    forbid(logits, [0, 2, 3, 4, 6, 7, 8], masks)
-    for row, mask in zip([0, 2, 3, 4, 6, 7, 8], masks, strict=True):
-        assert set(logits[row].isfinite().nonzero().flatten().tolist()) == allowed(mask)
-    assert bool(logits[[1, 5]].isfinite().all())
 
 
 # ---- the embedded model

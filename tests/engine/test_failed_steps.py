@@ -50,7 +50,14 @@ def step_until_it_breaks(engine: Engine) -> dict[tuple[str, int], list[int]]:
 
 
 PLACES = ["runner.run", "scheduler.schedule", "scheduler.commit", "scheduler._grow", "drafting.depths"]
-PLACES += ["drafting.propose", "drafting.observe", "drafting.release", "_follow_up", "_sample_rows", "pool.allocate"]
+PLACES += [
+    "drafting.propose",
+    "drafting.observe",
+    "drafting.release",
+    "_follow_up",
+    "steps._sample_rows",
+    "pool.allocate",
+]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Draws, Sampler, SampleRow, token_logprobs
+from sparkdraft.engine.accept import NONE
+from sparkdraft.engine.sampler import (
+    LOGPROB_ROWS,
+    Draws,
+    Sampler,
+    SampleRow,
+    read_logprobs,
+    token_logprobs,
+    top_logprobs,
+)
 from sparkdraft.kernels.reference.sampling import allowed, keep, top_k_floor, top_p_floor
 
 VOCAB = 50
@@ -182,6 +191,22 @@ def test_a_gpu_draws_what_a_cpu_draws() -> None:
     assert sum(a == b for a, b in zip(gpu, cpu, strict=True)) >= 63  # a sum in another order may move one border
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_graph_finds_log_probabilities() -> None:
+    """A capture fails where something waits for the host."""
+    first, second = 3 * torch.randn(2, LOGPROB_ROWS + 6, 150_001, generator=torch.Generator().manual_seed(3))
+    logits, chosen = first.cuda(), torch.arange(len(first), device="cuda")
+    top_logprobs(logits, chosen, 5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        table = top_logprobs(logits, chosen, 5)
+    for numbers in (second, first):
+        logits.copy_(numbers)
+        graph.replay()
+        torch.testing.assert_close(table.cpu(), top_logprobs(numbers, chosen.cpu(), 5))
+
+
 class Calls(TorchDispatchMode):
     """Counts the operators that are called."""
 
@@ -196,13 +221,28 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("top", [0, 1, 5])
 def test_log_probabilities_of_many_rows_are_chosen_at_once(top: int) -> None:
-    scores = torch.randn(40, 300, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
-    scores[3, 7], scores[4, 8] = float("-inf"), float("nan")
-    chosen = [(7 * i) % 300 for i in range(40)]
+    logits = 3 * torch.randn(LOGPROB_ROWS, 300, generator=torch.Generator().manual_seed(1))
+    logits[3, 7], logits[4, 8] = float("-inf"), float("nan")
+    chosen, scores = [(7 * i) % 300 for i in range(len(logits))], logits.log_softmax(-1)
     with Calls() as calls:
-        rows = token_logprobs(scores, chosen, top)
+        rows = token_logprobs(logits, chosen, top)
     assert calls.count["topk"] == 1 and calls.count["_local_scalar_dense"] == 0
     for i, (row, token) in enumerate(zip(rows, chosen, strict=True)):
         best = torch.topk(scores[i], top)
         assert row.id == token and repr(row.logprob) == repr(float(scores[i, token]))
         assert repr(row.top) == repr(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+
+
+@pytest.mark.parametrize("rows", [0, 1, LOGPROB_ROWS, 2 * LOGPROB_ROWS + 5])
+def test_tables_of_log_probabilities_are_read_for_requests_that_want_fewer(rows: int) -> None:
+    """Rows are split, so that the memory is bounded; ids past 2 ** 16 stay what they are; NONE is no id."""
+    logits = torch.randn(rows, 150_001, generator=torch.Generator().manual_seed(2))
+    logits[:, 149_999] = 9.0
+    chosen = [NONE if i % 5 == 4 else 1000 * i for i in range(rows)]
+    with Calls() as calls:
+        table = top_logprobs(logits, torch.tensor(chosen, dtype=torch.int32), 7)
+    assert table.shape == (rows, 15) and calls.count["_local_scalar_dense"] == 0
+    assert calls.count["_log_softmax"] == max(-(-rows // LOGPROB_ROWS), 1)
+    for row, token, own in zip(read_logprobs(table, chosen, 2), chosen, logits.log_softmax(-1), strict=True):
+        assert row.id == token and row.logprob == float(own[max(token, 0)])
+        assert [i for i, _ in row.top] == own.topk(2).indices.tolist() and row.top[0] == (149_999, float(own[149_999]))

@@ -31,6 +31,7 @@ from tests.kernels.test_cuda_experts import experts_step
 from tests.kernels.test_cuda_few_tokens import few_tokens_step
 from tests.kernels.test_cuda_planes import coded_experts_step, floats_step, planes_step
 from tests.kernels.test_cuda_stepping import decode_step
+from tests.kernels.test_cuda_text import text_step
 from tests.kernels.test_cuda_turboquant import layer_step
 from tests.kernels.triton_device import INTERPRET
 
@@ -89,6 +90,7 @@ STEPS: dict[str, Callable[[], None]] = {
     "recurrent prompts": lambda: recurrent_step(16, 48, torch.bfloat16, 2000),
     "coded row": lambda: layer_step(1, 32, 8, 128),
     "coded prompts": lambda: layer_step(100, 32, 8, 128, seqs=64),
+    "drafts from text": lambda: text_step(64, 262144, 15),
     "training": training_step,
 }
 

@@ -142,3 +142,22 @@ def test_edits_are_those_of_the_definition(columns: int) -> None:
     native.edit_logits(found, edits)
     assert torch.equal(found, expected) and torch.equal(found[3], logits[3])
     assert found[:2, 2].isneginf().all() and found[4].isinf().sum() == 1 and found[4, 0] == logits[4, 0] + 1.5
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [5, 64, 1003])
+def test_masks_forbid_as_the_definition_does(columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    logits = torch.randn(6, columns, generator=generator)
+    masks = torch.randint(0, 256, (4, (columns + 7) // 8), dtype=torch.uint8, generator=generator)
+    masks[2, 0] = 5  # whatever is drawn: some of either
+    which = torch.tensor([2, -1, 0, 2, -5, 3], dtype=torch.int32)
+    expected, found, wanted = logits.clone(), logits.clone(), logits.clone()
+    for row, number in enumerate(which.tolist()):
+        for column in range(columns if number >= 0 else 0):
+            if not masks[number, column // 8] >> column % 8 & 1:
+                wanted[row, column] = float("-inf")
+    reference.forbid_bits(expected, masks, which)
+    native.forbid_bits(found, masks, which)
+    assert torch.equal(expected, wanted) and torch.equal(found, wanted)
+    assert found[0].isneginf().any() and found[0].isfinite().any() and torch.equal(found[1], logits[1])

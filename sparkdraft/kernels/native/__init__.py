@@ -26,13 +26,15 @@ from sparkdraft.kernels.native.leveled import keep_matrix, keep_table
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
 from sparkdraft.kernels.native.packed import FloatLinear, PackedLinear, keep_float_matrix, place
 from sparkdraft.kernels.native.recurrent import causal_conv, delta_rule, find_states, gated_norm, sigmoid_gate
-from sparkdraft.kernels.native.sampling import edit_logits, sample, sample_sure
+from sparkdraft.kernels.native.sampling import edit_logits, forbid_bits, sample, sample_sure
 from sparkdraft.kernels.ops import Activation, AttentionParams, AttentionView, Norm, Normed, RopeArgs, Routing
 from sparkdraft.kernels.reference import (
     accept_drafts,
     add_linear,
+    append_text,
     cut_drafts,
     linear,
+    match_text,
     pack_rows,
     tq_attention,
     tq_rope_write,

@@ -32,6 +32,12 @@ def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
         x[ids] = torch.where(excluded, float("-inf"), x[ids] + tables.bias[slot][some])
 
 
+def forbid_bits(logits: Tensor, masks: Tensor, which: Tensor) -> None:
+    bits = masks[which.clamp(min=0).long()].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=masks.device) & 1
+    forbidden = (bits == 0).flatten(1)[:, : logits.shape[1]] & (which >= 0).unsqueeze(1)
+    logits.masked_fill_(forbidden, float("-inf"))
+
+
 def sample(logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None = None) -> Tensor:
     largest = argmax(logits)
     if floats is None or integers is None:
