@@ -62,7 +62,6 @@ class HostSteps:
         self._drafting.timed(read.batch, read.seconds - read.verify_seconds, read.verify_seconds)
 
     def forget(self, request: Request) -> None:
-        self.grammars.pop(request, None)
         self._sampler.forget(request)
 
     def abandon(self) -> None:

@@ -95,7 +95,7 @@ def test_drafted_text_is_plain_text_beside_others(
     texts = {name: ids_of(expected, name) for name in params}
     drafted = engine_of(Guesser(chance, texts), ngram=True, spec=spec)
     if not cuts:  # rows behind a draft that breaks the grammar are run, and must do no harm
-        monkeypatch.setattr(drafted, "_drop_refused_drafts", lambda batch: None)
+        monkeypatch.setattr(drafted.steps, "_drop_refused_drafts", lambda batch: None)
     for name, p in params.items():
         drafted.add([1, 2, 3, len(name)], p, name)
     got = drain(drafted)
