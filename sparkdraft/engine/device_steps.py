@@ -4,10 +4,10 @@ The device keeps what a step needs of each decoding request (engine/slots.py). T
 a step, reads the result of the step before and streams it. Who joins or leaves is a write to the slots before the next
 launch; ids past the end of a request are dropped. vLLM calls this async scheduling, SGLang the overlap scheduler.
 
-A step without prompts is one CUDA graph. Prompt chunks run in the same pass as the slots, operator by operator, because
-they keep a GPU busy; the short prompt of a request alone has graphs too. Where a request has a grammar or wants
-log-probabilities, the host adds them between the two halves of a step: the target runs while the host reads the drafts
-and finds the masks.
+A step without prompts is one CUDA graph. Prompt chunks run in the same pass as the slots. Short ones have graphs too,
+without drafts; long ones are launched operator by operator, because they keep a GPU busy. Where a request has a grammar
+or wants log-probabilities, the host adds them between the two halves of a step: the target runs while the host reads
+the drafts and finds the masks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,17 @@ from sparkdraft.engine.steps import StepRead, StepResult
 from sparkdraft.text.grammar import GrammarState, Mask
 
 RING = 16  # plain steps after which the drafter observes their rows
-PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # tokens of a prompt alone that has a graph
+PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # tokens of prompts for which steps are captured
+PROMPTS = 4  # prompts in such a step, at most
+BESIDE = (0, 1, 4, 16)  # slots beside them; and as many as there are
 MOST_DRAWN = 16  # slots up to which drafted steps are captured at start
+
+
+class PromptKind(NamedTuple):
+    """What the first half of a step with prompts and without drafts is captured for."""
+
+    seqs: int  # slots
+    rows: int  # tokens of all prompts
 
 
 @dataclass(slots=True)
@@ -87,9 +96,11 @@ class DeviceSteps:
         ops, has_graphs = runner.model.ops, runner.plan.graphs and self._device.type == "cuda"
         self._steps = Graphs(self.slots.step, ops) if has_graphs else None
         self._forwards = Graphs(self._forward, ops) if has_graphs else None
-        self._prompts = Graphs(self._forward_prompt, ops) if has_graphs else None
+        self._prompts = Graphs(self._forward_prompts, ops) if has_graphs else None
         self._catching_up = Graphs(self.slots.catch_up, ops) if has_graphs else None
-        self._ran: dict[StepKind | int, Ran] = {}  # of the halves that were captured
+        most = runner.plan.max_seqs
+        self._most_prompts, self._beside = min(PROMPTS, most), [*(n for n in BESIDE if n < most), most]
+        self._ran: dict[StepKind | PromptKind, Ran] = {}  # of the halves that were captured
 
     @property
     def num_unread(self) -> int:
@@ -106,13 +117,14 @@ class DeviceSteps:
         depth = self._captured(depth)
         return max(1 + depth, self._proposer.drafter.reach(depth))
 
-    def fits(self, batch: Batch) -> bool:
-        depth = max(work.most_drafts for work in batch.work)
-        if not depth:
-            return True
+    def may_draft(self, batch: Batch) -> bool:
+        """Steps with short prompts are captured without drafts."""
+        depth, prompt_rows = max(work.most_drafts for work in batch.work), batch.num_prompt_rows
+        prompts = [work for work in batch.work if not work.decodes]
+        if prompts and all(work.samples for work in prompts) and self._prompt_kind(prompts, 1):
+            return False
         decoding = sum(work.decodes for work in batch.work)
-        rows = batch.num_prompt_rows + self._size(decoding) * self.reach(depth)
-        return rows <= self._runner.plan.max_step_tokens
+        return prompt_rows + self._size(decoding) * self.reach(depth) <= self._runner.plan.max_step_tokens
 
     def capture(self) -> None:
         """Captures the steps that requests are likely to need, so that none of them waits for a graph."""
@@ -127,7 +139,8 @@ class DeviceSteps:
             if (not depth or size <= MOST_DRAWN) and size * (1 + depth) <= self._runner.plan.max_step_tokens
         ]
         self._steps.record(kinds)
-        self._prompts.record([n for n in PROMPT_ROWS if n <= self._runner.plan.max_step_tokens])
+        most = self._runner.plan.max_step_tokens
+        self._prompts.record([PromptKind(n, rows) for n in self._beside for rows in PROMPT_ROWS if n + rows <= most])
 
     def launch(self, batch: Batch) -> None:
         """Launches one more step. The blocks of its requests must cover all that it may write."""
@@ -139,6 +152,9 @@ class DeviceSteps:
             self.catch_up()
         self._send(batch, slot_of, joined)
         kind = StepKind(self._size(len(slot_of)), depth, self._draws(slot_of, ends))
+        captured = None if depth or not prompts else self._prompt_kind(prompts, len(slot_of))
+        if captured:
+            kind = kind._replace(seqs=captured.seqs)
         usual = bool(self._unread)
         launched = Launched(batch, slot_of, ends, depth, usual, [])
         self._unread.append(launched)
@@ -146,8 +162,8 @@ class DeviceSteps:
         if not prompts and not needs_host:
             self._launch_captured(kind, launched)
         else:
-            chunks = self._chunks(prompts, ends, slot_of) if prompts else None
-            ran = self._run(kind, chunks, prompts)
+            chunks = self._chunks(prompts, ends, slot_of, captured) if prompts else None
+            ran = self._run(kind, chunks, captured)
             self._halfway = Halfway(kind, ran, chunks, launched)
             if not needs_host:
                 self.complete()
@@ -336,42 +352,51 @@ class DeviceSteps:
         if self._num_waiting == RING:
             self.catch_up()
 
-    def _run(self, kind: StepKind, chunks: Chunks | None, prompts: list[Work]) -> Ran:
+    def _prompt_kind(self, prompts: list[Work], decoding: int) -> PromptKind | None:
+        """The smallest captured step that holds these prompts beside so many slots; None: there is none."""
+        if not self._prompts or len(prompts) > self._most_prompts:
+            return None
+        rows = sum(work.num_known for work in prompts)
+        seqs = next(n for n in self._beside if n >= decoding)
+        kinds = (PromptKind(seqs, n) for n in PROMPT_ROWS if n >= rows)
+        return next((kind for kind in kinds if self._prompts and kind in self._prompts), None)
+
+    def _run(self, kind: StepKind, chunks: Chunks | None, captured: PromptKind | None) -> Ran:
         """The first half of a step."""
-        key: StepKind | int = kind
-        if not prompts and self._forwards:
+        if captured and self._prompts:
+            self._prompts.replay(captured)
+            return self._ran[captured]
+        if chunks is None and self._forwards:
             self._forwards.replay(kind)
-        elif chunks and self._prompts and not kind.seqs and len(chunks.ids) in self._prompts:
-            key = len(chunks.ids)
-            self._prompts.replay(key)
-        else:
-            return self.slots.forward(kind, chunks)
-        return self._ran[key]
+            return self._ran[kind]
+        return self.slots.forward(kind, chunks)
 
     def _forward(self, kind: StepKind) -> Tensor:
         ran = self._ran[kind] = self.slots.forward(kind)
         return ran.residual
 
-    def _forward_prompt(self, rows: int) -> Tensor:
-        """The only chunk of a step, padded to this many tokens."""
+    def _forward_prompts(self, kind: PromptKind) -> Tensor:
         inputs, none = self._runner.inputs, torch.empty(0, dtype=torch.int64, device=self._device)
-        view = inputs.view(1, rows, self._runner.plan.max_model_len)
-        parts = inputs.token_ids[:rows], inputs.positions[:rows], inputs.slots[:rows]
-        ran = self._ran[rows] = self.slots.forward(StepKind(0, 0, False), Chunks(*parts, view, none, none))
+        view = inputs.view(self._most_prompts, kind.rows, self._runner.plan.max_model_len)
+        parts = inputs.token_ids[: kind.rows], inputs.positions[: kind.rows], inputs.slots[: kind.rows]
+        ran = self.slots.forward(StepKind(kind.seqs, 0, False), Chunks(*parts, view, none, none))
+        self._ran[kind] = ran
         return ran.residual
 
-    def _chunks(self, prompts: list[Work], ends: list[Work], slot_of: dict[Request, int]) -> Chunks:
-        """Lays out prompt chunks one after the other; one alone is padded to a size that has a graph."""
+    def _chunks(
+        self, prompts: list[Work], ends: list[Work], slot_of: dict[Request, int], captured: PromptKind | None
+    ) -> Chunks:
+        """Lays out prompt chunks one after the other, padded as the captured step is."""
         inputs, plan = self._runner.inputs, self._runner.plan
         parts = [Rows(_known_ids(work), work.start, work.request.blocks, 0, 0) for work in prompts]
-        rows = sum(work.num_known for work in prompts)
-        if len(prompts) == 1 and not slot_of and self._prompts:
-            rows = next((n for n in PROMPT_ROWS if n >= rows and n in self._prompts), rows)
-        inputs.fill(parts, 0, rows)
+        seqs, rows = len(prompts), sum(work.num_known for work in prompts)
+        if captured:
+            seqs, rows = self._most_prompts, captured.rows
+        inputs.fill(parts, seqs, rows)
         longest, context = max(work.num_known for work in prompts), max(work.stop for work in prompts)
         if slot_of:
             context = max(context, *(r.next_start + 1 + max(self._depths) for r in slot_of))
-        view = inputs.view(len(prompts), longest, min(context, plan.max_model_len))
+        view = inputs.view(seqs, longest, min(context, plan.max_model_len))
         last, end = [], 0
         for work in prompts:
             end += work.num_known

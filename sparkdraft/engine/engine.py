@@ -165,8 +165,8 @@ class Engine:
         for request in batch.preempted:
             self.drafting.forget_rows(request)
             self.steps.forget(request)
-        reach = self.steps.reach(max(work.most_drafts for work in batch.work))
-        if not (self.steps.fits(batch) and self.scheduler.reserve(reach)):
+        deepest = max(work.most_drafts for work in batch.work)
+        if deepest and not (self.steps.may_draft(batch) and self.scheduler.reserve(self.steps.reach(deepest))):
             for work in batch.work:
                 work.most_drafts = 0
         return batch

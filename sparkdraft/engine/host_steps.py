@@ -33,7 +33,7 @@ class HostSteps:
     def reach(self, depth: int) -> int:
         return 0
 
-    def fits(self, batch: Batch) -> bool:
+    def may_draft(self, batch: Batch) -> bool:
         return True  # the scheduler has counted every row
 
     def capture(self) -> None:

@@ -19,7 +19,6 @@ slot, so the next step decodes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -55,7 +54,7 @@ class StepKind(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Prompt chunks of a step: integers on the device, and how many there are."""
+    """Prompt chunks of a step, on the device, which may have padding behind them: of tokens and of sequences."""
 
     ids: Tensor  # int32 [tokens], as are the next two
     positions: Tensor
@@ -69,8 +68,11 @@ class Chunks(NamedTuple):
 class Ran(NamedTuple):
     """What the first half of a step leaves to the second."""
 
-    residual: Tensor  # [tokens, hidden]: prompt chunks, then the slots' rows
+    residual: Tensor  # [tokens, hidden]: prompt chunks, the slots' rows, padding
     aux_hidden: Tensor | None  # of the same tokens; None where the drafter observes them later
+    positions: Tensor  # int32 [tokens]
+    first: Tensor | None = None  # int32 [1]: the first row of the slots; None: 0
+    order: Tensor | None = None  # int64 [tokens]: of each token, its place among chunks and then slots with padding
     rows: PackedRows | None = None  # of the slots; None where none decodes, as are the next three
     kept: Tensor | None = None
     drafts: Tensor | None = None  # None at depth 0
@@ -132,7 +134,8 @@ class Slots:
             (num_slots if self.chain else 0, *aux_shape), dtype=runner.aux_hidden.dtype, device=device
         )
         deepest = proposer.max_depth if proposer else 0
-        self._numbers = torch.arange(max(1 + deepest, ring), dtype=torch.int32, device=device)
+        most = max(1 + deepest, ring, plan.max_step_tokens + num_slots)
+        self._numbers = torch.arange(most, dtype=torch.int32, device=device)
         self._columns = torch.arange(max_blocks, dtype=torch.int32, device=device)
         self._stamp = torch.zeros(1, dtype=torch.int64, device=device)
         # What the device cuts blocks by, in the order of DepthController.cut_terms; no slot is cut before it is sent.
@@ -163,8 +166,17 @@ class Slots:
             rows = model.ops.pack_rows(length, tables, token, drafts, kept, plan.block_size, self._stamp)
             view = AttentionView(rows.query_start, rows.context_len, tables, 1 + depth, plan.max_model_len)
             parts = rows.ids, rows.positions, rows.slots
-        if chunks is not None:
-            view, parts = _joined(chunks, rows, tables, 1 + depth) if rows else (chunks.view, chunks[:3])
+        first = order = None
+        if chunks is not None and rows is None:
+            view, parts = chunks.view, (chunks.ids, chunks.positions, chunks.slots)
+        elif chunks is not None and rows is not None:
+            first = chunks.view.query_start[-1:]
+            order = self._order(len(chunks.ids), len(rows.ids), first)
+            view = _both(chunks.view, rows, tables, 1 + depth)
+            ids, positions, slots = (
+                torch.cat(both)[order] for both in zip(chunks[:3], (rows.ids, rows.positions, rows.slots), strict=True)
+            )
+            parts = ids, positions, slots
         ids, positions, slots = parts
         if self.runner.kv.begin:
             self.runner.kv.begin(slots, view)
@@ -175,7 +187,7 @@ class Slots:
         if self.drafter:
             aux_hidden = self.runner.aux_hidden[: len(ids)] if self._observes(kind, chunks) else self.ring[:seqs]
         residual = model.forward(verify, self.runner.aux_layers, aux_hidden)
-        return Ran(residual, aux_hidden, rows, kept if seqs else None, drafts, gaps)
+        return Ran(residual, aux_hidden, positions, first, order, rows, kept if seqs else None, drafts, gaps)
 
     def finish(self, kind: StepKind, ran: Ran, chunks: Chunks | None = None, asked: Asked | None = None) -> Sampled:
         """Samples, accepts drafts, fills the slots of prompts that ended, and lets the drafter observe."""
@@ -187,7 +199,7 @@ class Slots:
         firsts, samples = samples[:num_ends], samples[num_ends:]
         result = kept_slots = None
         if ran.rows:
-            result, kept_slots = self._accept(kind, ran, samples, len(chunks.ids) if chunks else 0)
+            result, kept_slots = self._accept(kind, ran, samples)
         self._observe(kind, ran, chunks, kept_slots, samples, firsts)
         if chunks and num_ends:
             firsts = self._begin(ran, chunks, firsts)
@@ -279,6 +291,13 @@ class Slots:
             picked = ids_of(score(True), ids) if draws is None else pick(ops, score(False), draws, ids)
         return picked.view(kind.seqs, each).int()
 
+    def _order(self, chunk_rows: int, slot_rows: int, live: Tensor) -> Tensor:  # int64 [chunk rows + slot rows]
+        """The places, among chunks with their padding and then slots with theirs, of a step's rows: the 'live' rows of
+        chunks, the slots' rows, and the padding of the chunks."""
+        row = self._count(chunk_rows + slot_rows)
+        behind = torch.where(row < live + slot_rows, row - live + chunk_rows, row - slot_rows)
+        return torch.where(row < live, row, behind).long()
+
     def _observes(self, kind: StepKind, chunks: Chunks | None) -> bool:
         """Whether the drafter is shown a step's tokens at once, and not from the ring."""
         return kind.depth > 0 or self.chain or chunks is not None
@@ -288,8 +307,11 @@ class Slots:
     ) -> tuple[Tensor, Tensor | None]:
         """int32 [prompts that end, then the slots' rows]: the target's own ids, and the scores that are asked for."""
         model, residual = self.runner.model, ran.residual
-        if chunks:
-            residual = torch.cat((residual[chunks.ends], residual[len(chunks.ids) :]))
+        if chunks and ran.first is not None and ran.rows:
+            own = self._count(len(ran.rows.ids)) + ran.first
+            residual = residual[torch.cat((chunks.ends, own))]
+        elif chunks:
+            residual = residual[chunks.ends]
         if not kind.draws and asked is None:
             return model.likeliest(residual).int(), None
         logits = model.logits(residual)
@@ -326,9 +348,9 @@ class Slots:
         )
         return LogitEdits(slots, positions, ids, ahead, self.edits.tables)
 
-    def _accept(self, kind: StepKind, ran: Ran, samples: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """`Slots.step`'s result, and the slots of the rows that are now committed. first: the slots' first row."""
-        seqs, depth, rows = kind.seqs, kind.depth, ran.rows
+    def _accept(self, kind: StepKind, ran: Ran, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """`Slots.step`'s result, and the slots of the rows that are now committed."""
+        seqs, depth, rows, first = kind.seqs, kind.depth, ran.rows, 0 if ran.first is None else ran.first
         assert rows is not None and ran.kept is not None
         state = self.length[:seqs], self.token[:seqs], self.observed[:seqs]
         given = self.given.accepted(seqs, depth) if self.given else None
@@ -341,7 +363,7 @@ class Slots:
         if self.chain:  # the row of the last accepted draft
             assert ran.aux_hidden is not None
             self.hidden[:seqs] = ran.aux_hidden[first + places.gather(1, accepted.long().unsqueeze(1)).squeeze(1)]
-        if first and self.drafter and not depth:
+        if ran.first is not None and self.drafter and not depth:
             self.observed[:seqs] = (self.length[:seqs] - 1).clamp(min=0)  # of an empty slot 0
         # After a NaN every layer's output is NaN in all places, so the first of a row shows it.
         accepted.masked_fill_(ran.residual[first + places[:, 0], 0].isnan(), NONE)
@@ -360,18 +382,15 @@ class Slots:
         if not self.drafter or not self._observes(kind, chunks):
             return
         assert ran.aux_hidden is not None
-        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        if chunks:
-            following = chunks.next_ids if self.chain else None
-            if following is not None and firsts is not None:
-                following = following.index_copy(0, chunks.ends, firsts)
-            parts.append((chunks.positions, chunks.slots, following))
-        if ran.rows and kept_slots is not None:
-            # The id after a committed row is that row's sample.
-            parts.append((ran.rows.positions, kept_slots, samples if self.chain else None))
-        positions, slots, following = (_together(each) for each in zip(*parts, strict=True))
-        assert positions is not None and slots is not None
-        self.drafter.observe(CommittedRows(ran.aux_hidden, positions, slots, following))
+        slots = [part for part in (chunks.slots if chunks else None, kept_slots) if part is not None]
+        following: list[Tensor] = []
+        if self.chain and chunks and chunks.next_ids is not None:
+            some = chunks.next_ids
+            following.append(some if firsts is None else some.index_copy(0, chunks.ends, firsts))
+        if self.chain and samples is not None and kept_slots is not None:
+            following.append(samples)  # the id after a committed row is that row's sample
+        after = _ordered(following, ran.order) if following else None
+        self.drafter.observe(CommittedRows(ran.aux_hidden, ran.positions, _ordered(slots, ran.order), after))
 
     def _begin(self, ran: Ran, chunks: Chunks, firsts: Tensor) -> Tensor:  # int32 [prompts that end]
         """Fills the slots of prompts that ended. Returns their first ids, NONE where the step computed NaN."""
@@ -399,20 +418,14 @@ class Slots:
         return Draws(self.floats.index_select(1, slot), integers)
 
 
-def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if len(found) > 1 else found[0] if found else None
+def _ordered(parts: list[Tensor], order: Tensor | None) -> Tensor:
+    together = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return together if order is None else together[order]
 
 
-def _joined(
-    chunks: Chunks, rows: PackedRows, tables: Tensor, width: int
-) -> tuple[AttentionView, tuple[Tensor, Tensor, Tensor]]:
-    """Prompt chunks, which have no padding here, and behind them the slots' rows."""
-    view = chunks.view
-    start = torch.cat((view.query_start[:-1], rows.query_start + len(chunks.ids)))
-    context = torch.cat((view.context_len, rows.context_len))
-    both = torch.cat((view.block_tables, tables))
-    view = AttentionView(start, context, both, max(view.max_query, width), view.max_context)
-    parts = zip(chunks[:3], (rows.ids, rows.positions, rows.slots), strict=True)
-    ids, positions, slots = (torch.cat(both) for both in parts)
-    return view, (ids, positions, slots)
+def _both(chunks: AttentionView, rows: PackedRows, tables: Tensor, width: int) -> AttentionView:
+    """The sequences of prompt chunks, and behind them the slots."""
+    start = torch.cat((chunks.query_start[:-1], rows.query_start + chunks.query_start[-1:]))
+    context = torch.cat((chunks.context_len, rows.context_len))
+    both = torch.cat((chunks.block_tables, tables))
+    return AttentionView(start, context, both, max(chunks.max_query, width), chunks.max_context)

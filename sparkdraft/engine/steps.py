@@ -49,8 +49,8 @@ class Steps(Protocol):
         """Positions, from the last known id on, that a step of this depth writes for every request that decodes; 0 if
         it writes only for those that draft."""
 
-    def fits(self, batch: Batch) -> bool:
-        """Return whether the buffers of a step have room for a batch with its drafts."""
+    def may_draft(self, batch: Batch) -> bool:
+        """Return whether a step can run this batch with its drafts."""
 
     def capture(self) -> None:
         """Captures the steps that requests are likely to need, so that none of them waits for a graph."""
