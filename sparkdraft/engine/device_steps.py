@@ -79,7 +79,7 @@ class DeviceSteps:
         self.grammars: dict[Request, GrammarState] = {}
         self._runner, self._sampler, self._drafting = runner, sampler, drafting
         self._proposer, self._device, self._depths = drafting.proposer, sampler.device, drafting.choices
-        self.slots = Slots(runner, drafting.proposer, RING, self._device, sampler.edits, drafting.cuts)
+        self.slots = Slots(runner, drafting.proposer, RING, self._device, sampler.edits, drafting.cuts, drafting.ngram)
         self.requests: list[Request] = []  # per slot
         self._left: list[Request] = []  # have a slot and have ended
         self._unread: deque[Launched] = deque()
@@ -91,7 +91,6 @@ class DeviceSteps:
         self._read_at = 0.0
         if self._proposer:
             self._proposer.may_pass_over = False  # the slots' tables name all blocks, so no row may be missing
-        drafting.reads_text = False  # the host does not know the last ids
         assert sampler.edits.tables  # captured steps read them
         ops, has_graphs = runner.model.ops, runner.plan.graphs and self._device.type == "cuda"
         self._steps = Graphs(self.slots.step, ops) if has_graphs else None
@@ -112,10 +111,8 @@ class DeviceSteps:
 
     def reach(self, depth: int) -> int:
         """The drafter writes as many positions for every slot as for the one that drafts most."""
-        if not self._proposer or not depth:
-            return 1
         depth = self._captured(depth)
-        return max(1 + depth, self._proposer.drafter.reach(depth))
+        return max(1 + depth, self._proposer.drafter.reach(depth) if self._proposer and depth else 0)
 
     def may_draft(self, batch: Batch) -> bool:
         """Steps with short prompts are captured without drafts."""
@@ -130,10 +127,10 @@ class DeviceSteps:
         """Captures the steps that requests are likely to need, so that none of them waits for a graph."""
         if not self._steps or not self._prompts:
             return
-        sizes, depths = gpu_sizes(self._runner.plan.max_seqs), self._depths if self._proposer else [0]
+        sizes = gpu_sizes(self._runner.plan.max_seqs)
         kinds = [
             StepKind(size, depth, draws)
-            for depth in depths
+            for depth in self._depths
             for size in sizes
             for draws in (False, True)
             if (not depth or size <= MOST_DRAWN) and size * (1 + depth) <= self._runner.plan.max_step_tokens
@@ -203,9 +200,9 @@ class DeviceSteps:
 
     def learn(self, read: StepRead, num_accepted: Sequence[int]) -> None:
         steps = [
-            Outcome(result.work.request, result.num_drafted, result.num_draft, accepted, result.gaps)
-            for result, accepted in zip(read.results, num_accepted, strict=True)
-            if result.work.decodes
+            Outcome(r.work.request, r.num_drafted, r.num_draft, accepted, r.gaps, r.source)
+            for r, accepted in zip(read.results, num_accepted, strict=True)
+            if r.work.decodes
         ]
         if steps:
             alone = read.batch.decodes
@@ -289,6 +286,10 @@ class DeviceSteps:
             integers.append((params.top_k, request.seed))
         index = self._staged([slot_of[request] for request in requests], torch.int64)
         slots = self.slots
+        if slots.text is not None:
+            for request in requests:
+                ids = self._staged(request.ids(0, request.num_tokens), torch.int32)
+                slots.text[slot_of[request], : len(ids)].copy_(ids)
         slots.state.index_copy_(1, index, self._staged(state, torch.int32).T)
         slots.floats.index_copy_(1, index, self._staged(floats, torch.float32).T)
         slots.integers.index_copy_(1, index, self._staged(integers, torch.int64).T)
@@ -509,10 +510,12 @@ class DeviceSteps:
         """The results of a step that is done, and the seconds that verifying took; 0 if they are not known."""
         rows: list[list[int]] = []
         gaps: list[list[float]] = []
+        matched: list[int] = []
         if launched.slots is not None:
             end = launched.depth + 4
             rows = launched.slots[:, :end].tolist()
-            gaps = launched.slots[:, end:].contiguous().view(torch.float32).tolist()
+            matched = launched.slots[:, end].tolist() if launched.depth else [0] * len(rows)
+            gaps = launched.slots[:, end + 1 :].contiguous().view(torch.float32).tolist()
         firsts = launched.first_ids.tolist() if launched.first_ids is not None else []
         first_of = dict(zip((work.request for work in launched.firsts), firsts, strict=True))
         results = []
@@ -521,6 +524,9 @@ class DeviceSteps:
             if work.decodes:
                 slot = launched.slot_of[work.request]
                 row, drafted = rows[slot], work.most_drafts
+                if not matched[slot] and not self._proposer:
+                    drafted = 0
+                result.source = ("ngram" if matched[slot] else self._drafting.model) if drafted else ""
                 result.ids, result.num_drafted, result.num_draft = row[: row[-3] + 1], drafted, row[-2]
                 result.gaps = gaps[slot][:drafted]
             elif work.samples:

@@ -36,6 +36,7 @@ class Outcome(NamedTuple):
     verified: int
     accepted: int
     gaps: list[float]  # of what was drafted; empty where blocks are not cut
+    source: str  # of the drafts; "" without any
 
 
 @dataclass(slots=True)
@@ -77,7 +78,6 @@ class Drafting:
         """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
         the target's weights, in any unit. depths: those to choose from; None: automatic. cut: auto, on or off."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
-        self.reads_text = ngram  # whether the host looks for matches in the requests' texts
         self.is_off = False  # whether no request drafts, whatever it asks for
         self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
         self.whole = self._reason_not_to_cut(cut, proposer)  # why blocks of drafts are verified whole; "": they are cut
@@ -185,11 +185,11 @@ class Drafting:
         if not self.max_depth:
             return
         num_drafting = sum(step.drafted > 0 for step in steps)
-        for request, drafted, verified, accepted, gaps in steps:
-            if gaps and self._asked(request) is None:
+        for request, drafted, verified, accepted, gaps, source in steps:
+            if gaps and self._asked(request) is None and source == self.model:
                 state = self._of(request).depth[self.model]
                 self.controllers[self.model].expect(state, gaps, request.params.temperature > 0)
-            self.learn(request, verified, accepted, self.model if drafted else "")
+            self.learn(request, verified, accepted, source)
             if drafted:
                 draft = seconds - verify if verify else 0.0
                 self._of(request).stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
@@ -207,8 +207,15 @@ class Drafting:
         cut = any(s.verified < s.drafted for s in steps)
         if verify or not cut:  # else the time of drafting would be taken for that of verifying
             # the choice of a later step has been made since
-            self.controllers[self.model].verifies(verified, len(steps))
-            self._measured({self.model}, max(verified), *shape, block, seconds - verify if verify else None)
+            if self.model:
+                self.controllers[self.model].verifies(verified, len(steps))
+            self._measured(
+                {s.source for s in steps if s.source},
+                max(verified),
+                *shape,
+                block,
+                seconds - verify if verify else None,
+            )
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
@@ -329,7 +336,7 @@ class Drafting:
         """The source that would draft. A long match in the own text is preferred: it is free and seldom wrong."""
         kept = self._of(request)
         kept.source = self.model if self.proposer and self.proposer.is_ready(request) else ""
-        if self.reads_text:
+        if self.ngram:
             index, known = kept.ngram, request.num_tokens
             if known - len(index) >= LOOK_EVERY or index.matches:
                 index.extend(request.ids(len(index), known))

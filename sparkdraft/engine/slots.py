@@ -31,7 +31,7 @@ from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, EditTables, ids_of, pick, pick_sure, top_logprobs
-from sparkdraft.kernels.ops import AttentionView, CutTerms, LogitEdits, PackedRows
+from sparkdraft.kernels.ops import WIDEST, AttentionView, CutTerms, LogitEdits, PackedRows
 from sparkdraft.models.common.blocks import Step
 
 
@@ -43,6 +43,9 @@ class Given(Protocol):
 
     def accepted(self, seqs: int, depth: int) -> Tensor:
         """integers [seqs]: the number of drafts that the target accepts of whole blocks. Ends the step."""
+
+
+MIN_MATCH = 8  # ids at a text's end that must be there before, for what followed them to be drafted
 
 
 class StepKind(NamedTuple):
@@ -76,6 +79,7 @@ class Ran(NamedTuple):
     rows: PackedRows | None = None  # of the slots; None where none decodes, as are the next three
     kept: Tensor | None = None
     drafts: Tensor | None = None  # None at depth 0
+    matched: Tensor | None = None  # int32 [seqs]; None at depth 0
     gaps: Tensor | None = None  # None where blocks are not cut
 
 
@@ -104,9 +108,11 @@ class Slots:
         device: torch.device,
         edits: EditTables,
         cuts: bool = False,
+        reads_text: bool = False,
     ) -> None:
         """ring: the number of plain steps whose hidden states are kept for a drafter that does not see them at once.
-        edits: what requests ask of their logits. cuts: whether blocks of drafts are cut."""
+        edits: what requests ask of their logits. cuts: whether blocks of drafts are cut. reads_text: whether requests
+        also draft from their own text."""
         plan = runner.plan
         self.runner, self.plan, self.device = runner, plan, device
         self.drafter = proposer.drafter if proposer else None
@@ -124,6 +130,9 @@ class Slots:
         self.tables = integers(num_slots, max_blocks)
         # The sampling parameters of each slot, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
         self.floats, self.integers = torch.zeros(3, num_slots, device=device), integers(2, num_slots, dtype=torch.int64)
+        # The ids of each slot, from position 0 on, if requests draft from them.
+        self.text = integers(num_slots, plan.max_model_len) if reads_text else None
+        self._matched = torch.empty(0)  # int32 [seqs]: the match that a slot's drafts follow; 0: they are the drafter's
         aux_shape = runner.aux_hidden.shape[1:]
         kept = (num_slots, ring, *aux_shape) if self.drafter and not self.chain else (0,)
         self.ring = torch.zeros(
@@ -149,7 +158,8 @@ class Slots:
     def step(self, kind: StepKind) -> Tensor:
         """One step without prompts. Returns int32 [seqs, depth + 4]: the sample of each of a slot's rows, the number of
         accepted drafts (NONE if the slot computed NaN), that of verified ones, and the nanoseconds that verifying took.
-        Where blocks are cut and the step drafts, as many columns as it drafts follow: the bits of the gaps."""
+        If the step drafts, there follow the length of the match in the slot's own text that its drafts come from (0:
+        they are the drafter's), and where blocks are cut, as many columns as it drafts: the bits of the gaps."""
         written = self.finish(kind, self.forward(kind)).slots
         assert written is not None
         return written
@@ -159,7 +169,8 @@ class Slots:
         seqs, depth, model, plan = kind.seqs, kind.depth, self.runner.model, self.plan
         drafts = self._draft(kind) if depth else None
         gaps = self._cut_by(kind) if depth and self.cuts else None
-        kept = self.most[:seqs] if gaps is None else self._cut(gaps)
+        kept = self._kept(seqs, gaps, depth)
+        matched = self._matched if depth else None
         tables, rows = self.tables[:seqs], None
         if seqs:
             length, token = self.length[:seqs], self.token[:seqs]
@@ -187,7 +198,7 @@ class Slots:
         if self.drafter:
             aux_hidden = self.runner.aux_hidden[: len(ids)] if self._observes(kind, chunks) else self.ring[:seqs]
         residual = model.forward(verify, self.runner.aux_layers, aux_hidden)
-        return Ran(residual, aux_hidden, positions, first, order, rows, kept if seqs else None, drafts, gaps)
+        return Ran(residual, aux_hidden, positions, first, order, rows, kept if seqs else None, drafts, matched, gaps)
 
     def finish(self, kind: StepKind, ran: Ran, chunks: Chunks | None = None, asked: Asked | None = None) -> Sampled:
         """Samples, accepts drafts, fills the slots of prompts that ended, and lets the drafter observe."""
@@ -203,6 +214,8 @@ class Slots:
         self._observe(kind, ran, chunks, kept_slots, samples, firsts)
         if chunks and num_ends:
             firsts = self._begin(ran, chunks, firsts)
+        if result is not None and ran.matched is not None:
+            result = torch.cat((result, ran.matched.unsqueeze(1)), 1)
         if result is not None and ran.gaps is not None:
             result = torch.cat((result, ran.gaps.view(torch.int32)), 1)
         return Sampled(result, firsts, scores)
@@ -228,9 +241,9 @@ class Slots:
             to, source = moved
             for part in (self.state, self.floats, self.integers):
                 part[:, to] = part[:, source]
-            for part in (self.tables, self.ring, self.hidden):
-                if len(part):
-                    part[to] = part[source]
+            for table in (self.tables, self.ring, self.hidden, self.text):
+                if table is not None and len(table):
+                    table[to] = table[source]
         self.length[kept:].zero_()
 
     # ---- the parts
@@ -245,6 +258,15 @@ class Slots:
         return slots.where(positions < number * size, -1)
 
     def _draft(self, kind: StepKind) -> Tensor:  # int32 [seqs, depth]
+        """Drafts of the drafter, and in their place those that follow a match in a slot's own text."""
+        drafts = self._draft_by_model(kind) if self.drafter else self.token.new_zeros(kind.seqs, kind.depth)
+        self._matched = torch.zeros_like(self.most[: kind.seqs])
+        if self.text is not None:
+            text, length = self.text[: kind.seqs], self.length[: kind.seqs]
+            self._matched = self.runner.model.ops.match_text(text, length, MIN_MATCH, drafts)
+        return drafts
+
+    def _draft_by_model(self, kind: StepKind) -> Tensor:  # int32 [seqs, depth]
         assert self.drafter
         seqs, plan = kind.seqs, self.plan
         length, tables, positions = self._seen(seqs)
@@ -268,8 +290,16 @@ class Slots:
         return length - left_out.squeeze(1) * size, tables.gather(1, source.long()), (length - 1).clamp(min=0)
 
     def _cut_by(self, kind: StepKind) -> Tensor:  # float32 [seqs, depth]
-        """How sure the drafter is of the drafts that it has just made."""
-        return self.given.gaps(kind.seqs, kind.depth) if self.given else torch.cat(self._gaps, 1)
+        """How sure the drafter is of the drafts that it has just made; a copied draft is seldom wrong."""
+        gaps = self.given.gaps(kind.seqs, kind.depth) if self.given else torch.cat(self._gaps, 1)
+        return gaps if self.text is None else gaps.masked_fill(self._matched.unsqueeze(1) > 0, WIDEST)
+
+    def _kept(self, seqs: int, gaps: Tensor | None, depth: int) -> Tensor:  # int32 [seqs]
+        """How many drafts of each slot are verified."""
+        most = self.most[:seqs]
+        if depth and not self.drafter:  # nothing is drafted where nothing matches
+            return most.where(self._matched > 0, 0)
+        return most if gaps is None else self._cut(gaps)
 
     def _cut(self, gaps: Tensor) -> Tensor:  # int32 [seqs]
         seqs, (worth, fits, fair) = len(gaps), self._terms
@@ -354,11 +384,14 @@ class Slots:
         assert rows is not None and ran.kept is not None
         state = self.length[:seqs], self.token[:seqs], self.observed[:seqs]
         given = self.given.accepted(seqs, depth) if self.given else None
+        before = None if self.text is None else state[0].clone()
         ops = self.runner.model.ops
         result, kept_slots = ops.accept_drafts(ran.drafts, samples, ran.kept, *state, rows, self._stamp, given)
         accepted = result[:, depth + 1]
         if kind.draws:
             self._count_committed(result[:, : depth + 1], accepted)
+        if self.text is not None and before is not None:
+            ops.append_text(self.text[:seqs], before, result[:, : depth + 1], accepted + 1)
         places = rows.places.long()
         if self.chain:  # the row of the last accepted draft
             assert ran.aux_hidden is not None
@@ -396,6 +429,8 @@ class Slots:
         """Fills the slots of prompts that ended. Returns their first ids, NONE where the step computed NaN."""
         stop = chunks.positions[chunks.ends] + 1
         self.token[chunks.slot], self.length[chunks.slot], self.observed[chunks.slot] = firsts, stop + 1, stop
+        if self.text is not None:
+            self.text[chunks.slot, stop.clamp(max=self.text.shape[1] - 1).long()] = firsts
         if self.chain:
             assert ran.aux_hidden is not None
             self.hidden[chunks.slot] = ran.aux_hidden[chunks.ends]

@@ -132,7 +132,7 @@ def test_a_part_that_is_longer_than_the_step_is_not_believed(
     steps = device_steps(llm)
     work = Work(Request("x", 0, [1], SamplingParams(), 0, 8), 0, 1, True, most_drafts=1)
     step = Launched(Batch([work]), {work.request: 0}, [], 1, True, [])
-    step.slots = torch.tensor([[7, 8, 0, 1, int(verify * 1e9)]], dtype=torch.int32)
+    step.slots = torch.tensor([[7, 8, 0, 1, int(verify * 1e9), 0]], dtype=torch.int32)
     monkeypatch.setattr(steps, "_unread", deque([step]))
     monkeypatch.setattr(steps, "_read_at", time.perf_counter() - took)
     read = steps.read()

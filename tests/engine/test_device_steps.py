@@ -100,6 +100,25 @@ def test_sampled_text_too(host: LLM, overlapped: LLM, watched: list[int], depth:
     assert len(watched) > 3
 
 
+@pytest.mark.parametrize("drafter", ["auto", "none"])
+def test_drafts_from_the_text_are_found_on_the_device(host: LLM, drafter: str) -> None:
+    """Beside requests that do not repeat themselves; with and without a drafter for those."""
+    options: dict[str, Any] = {"device": str(host.engine.plan.device), "dtype": host.engine.plan.dtype}
+    if options["device"] == "cpu":
+        options["dtype"] = "auto"
+    llm = LLM("smollm2", drafter=drafter, max_seqs=6, kv_tokens=4096, **options)
+    llm = llm if llm.engine.steps.ahead else on_device(llm)
+    loop = "one two three four five six seven eight nine ten" + ", one two three four five six seven eight nine ten" * 3
+    prompts = [loop, TEXTS[1], loop + ", one two"]
+    for sampling in ({}, {"temperature": 0.5}):
+        params = [SamplingParams(max_tokens=40, seed=i, num_draft=7, ignore_eos=True, **sampling) for i in range(3)]
+        plain = [replace(each, num_draft=0) for each in params]
+        expected, found = host.generate(prompts, plain), llm.generate(prompts, params)
+        assert [r.completions[0].ids for r in found] == [r.completions[0].ids for r in expected]
+        sources = [r.completions[0].speculation["sources"] for r in found]  # type: ignore[index]
+        assert all(sources[i]["ngram"][1] > 4 for i in (0, 2)), sources
+
+
 class Clock:
     """Each look at it is a second after the last."""
 

@@ -18,7 +18,6 @@ def on_host(llm: LLM) -> LLM:
     """The steps of a CPU, which are the reference of the other."""
     engine = llm.engine
     engine.steps = HostSteps(engine.runner, engine.sampler, engine.drafting)
-    engine.drafting.reads_text = engine.drafting.ngram
     return llm
 
 
