@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sparkdraft.cache.formats import CALIBRATION, kv_format
+from sparkdraft.cache.formats import CALIBRATION, LEARNT_IDS, kv_format
 from sparkdraft.config import EngineConfig, usable_defaults
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.drafters.base import DrafterCaps
@@ -96,7 +96,7 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
     tokenizer = Tokenizer.of(checkpoint)
     learns = kv_format(plan.kv).learns(config)
     text = tokenizer.encode(CALIBRATION.read_text(encoding="utf-8")) if learns else []
-    calibration = text[: plan.max_model_len]
+    calibration = text[: min(LEARNT_IDS, model.max_position)]
     engine = build_engine(
         plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, opened.fallbacks, weights
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sparkdraft.cache.formats import KVFormat, KVPlan, Room, kv_format, smaller_formats
+from sparkdraft.cache.formats import LEARNT_IDS, KVFormat, KVPlan, Room, kv_format, smaller_formats
 from sparkdraft.cache.formats.dense import in_windows
 from sparkdraft.cache.states import StatePlan, fewer_requests, plan_states
 from sparkdraft.cache.windows import WindowPlan, plan_windows, window_layers
@@ -98,7 +98,7 @@ def resolve(
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
     graph_memory = graph_bytes(kernels, model, max_step_tokens, max_seqs, drafter) if graphs else 0
-    held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
+    held = _held(model, _positions(config, model), WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
     scratch = scratch_bytes(model, max_step_tokens, max_seqs, itemsize, kernels, drafter)
     scratch += kv.scratch_bytes(config, model, max_step_tokens, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - graph_memory
@@ -153,7 +153,7 @@ def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
 
 def _held(
     model: ModelConfig,
-    context: int,
+    positions: int,
     itemsize: float,
     drafter: DrafterCaps | None,
     stored: StoredBytes | None,
@@ -162,7 +162,7 @@ def _held(
     """Bytes of all weights, and of RoPE's tables."""
     stored, own = None if on_cpu else stored, drafter.num_in_target if drafter else 0
     beside = drafter.held(itemsize, not on_cpu) - int(own * itemsize) if drafter else 0  # own: stored has counted it
-    return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, context)
+    return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, positions)
 
 
 def model_bytes(
@@ -175,7 +175,7 @@ def model_bytes(
 ) -> int:
     """Bytes that a plan counts for the model without its drafter."""
     itemsize, on_cpu = WEIGHT_ITEMSIZE[_weights(config, hardware, native_problem, [])], hardware.device == "cpu"
-    held = _held(model, _max_model_len(config, model), itemsize, drafter, stored, on_cpu)
+    held = _held(model, _positions(config, model), itemsize, drafter, stored, on_cpu)
     return held - drafter.held(itemsize, not on_cpu) if drafter else held
 
 
@@ -285,6 +285,12 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             "ask for fewer"
         )
     return config.max_model_len or model.max_position
+
+
+def _positions(config: EngineConfig, model: ModelConfig) -> int:
+    """Positions of RoPE's tables: those of the context, or more where the cache's format learns from a text."""
+    learns = kv_format(config.kv).chosen(config).learns(config)
+    return max(_max_model_len(config, model), min(LEARNT_IDS, model.max_position) if learns else 0)
 
 
 def _num_blocks(
