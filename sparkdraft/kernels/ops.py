@@ -263,9 +263,10 @@ class CapturedStep(Protocol):
 
     RUN_FIRST: ClassVar[bool]  # whether 'run' must have run before it is captured, so that its kernels are loaded
     output: Tensor
+    nbytes: int  # that it holds alone, which are free again when it is dropped
 
     def __init__(self, run: Callable[[], Tensor], beside: CapturedStep | None = None) -> None:
-        """Captures run(), which computes nothing yet. Raises CannotCapture.
+        """Captures run(), which computes nothing yet. Raises CannotCapture, and torch.OutOfMemoryError.
 
         beside: an earlier step of the same owner, whose memory this one shares: only one replays at a time.
         """

@@ -93,6 +93,7 @@ class Graph:
         with _recorders(self, calls), _OnlyViews():
             self.output = run()
         self._array = (_Call * len(calls))(*calls)
+        self.nbytes = ctypes.sizeof(self._array)  # the arena is shared
 
     @property
     def kernels(self) -> list[str]:
