@@ -6,8 +6,9 @@ fixed input buffers, lengths included, so it serves any context length.
 On a GPU, graphs of plain decoding are captured at start for a few batch sizes; a batch runs in the next larger one,
 with padding. Short prompts are captured too. Longer prompts run eagerly, because they keep the GPU busy. All other
 shapes are captured when they come up: on a CPU at once, on a GPU the second time. Before a shape first runs on a GPU,
-its kernels are compiled on all cores. Graphs made at start stay; the others may hold a limited number of bytes together,
-least recently replayed first to go. A kind of step for whose capture no memory was left runs plainly from then on.
+its kernels are compiled on all cores. Graphs made at start stay; of the others a limited number is kept, on a GPU a
+limited number of bytes, least recently replayed first to go. A shape for whose capture no memory was left runs plainly
+from then on.
 """
 
 from __future__ import annotations
