@@ -109,14 +109,15 @@ def scratch_bytes(
     kernels: str,
     draft: DrafterCaps | None = None,
 ) -> int:
-    """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled tokens.
+    """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, the logits of sampled tokens, and
+    the counts of ids by which penalties edit them (engine/sampler.py).
 
-    All activations of a layer are counted, because the allocator keeps their memory. Logits of drafts are counted twice
-    on a GPU, where a step runs once before it is captured; native compiled steps have logits of their own.
+    All activations of a layer are counted, because the allocator keeps their memory. Logits are counted twice on a GPU,
+    where a step runs once before it is captured; native compiled steps have logits of their own.
     """
     sizes = model_sizes(model)
     width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp
-    sampled = 4 * max_seqs  # the logits, and what the filters need
+    sampled = 4 * max_seqs  # the logits twice, the counts, and what the reference's filters need
     if draft:
         width += len(draft.aux_layers) * model.hidden_size
         sampled += (2 if kernels == "cuda" else 1) * max_seqs * draft.max_depth

@@ -9,14 +9,16 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import sparkdraft
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.engine.sampler import EditTables
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.operate.bench.random_model import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import GRAPHS
+from sparkdraft.plan.memory import GRAPHS, scratch_bytes
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.weights.plane_layout import StoredBytes
 
@@ -147,6 +149,16 @@ def test_a_context_that_memory_shortens_is_a_named_fallback() -> None:
     ]
     assert plan.fallbacks[0].name in plan.describe()
     assert not resolve(EngineConfig(max_model_len=4096), long, card).fallbacks, "what was asked for is no fallback"
+
+
+def test_the_tables_of_penalties_are_counted_in_the_plan() -> None:
+    """They are made for the first request that asks, when the caches have taken the rest of the memory."""
+    seqs, ids = 8, 50_000
+    tables = EditTables(seqs, ids, frozenset(), torch.device("cpu")).tables
+    others = [tables.penalties, tables.biased, tables.bias, tables.until]
+    logits = 2 * seqs * ids * 4  # of the run before a step is captured, and of the captured step
+    counted = [scratch_bytes(replace(SMALL, vocab_size=n), 64, seqs, 2, "cuda") for n in (0, ids)]
+    assert counted[1] - counted[0] > logits + tables.counts.nbytes + sum(each.nbytes for each in others)
 
 
 def test_recordings_are_counted_in_the_plan() -> None:
