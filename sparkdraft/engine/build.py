@@ -97,7 +97,8 @@ def build_engine(
     with torch.inference_mode():
         cache = open_cache(source.path, config.weights, plan.device) if config.weights_cache else None
         with cache or nullcontext():
-            loader = Loader(source, device, dtype, ops, progress, weights=config.weights, cache=cache)
+            forms: dict[str, Any] = {"weights": config.weights, "all_floats": plan.decoded}
+            loader = Loader(source, device, dtype, ops, progress, cache=cache, **forms)
             positions = max(plan.max_model_len, len(calibration))
             model = model or architecture(model_config.model_type).build(model_config, loader, ops, positions)
         assert model.context >= positions, f"{model.context} positions for a context of {positions}"
@@ -140,7 +141,8 @@ def _build_drafter(
     form, keeps = source.weights, config.weights_cache
     cache = open_cache(source.source.path, form, plan.device, "drafter") if keeps else None
     with cache or nullcontext():
-        load = Loader(source.source, device, dtype, ops, weights=form, cache=cache, option="drafter_weights")
+        forms: dict[str, Any] = {"weights": form, "option": "drafter_weights", "all_floats": plan.decoded}
+        load = Loader(source.source, device, dtype, ops, cache=cache, **forms)
         kv = DenseKV(source.caps.kv, plan.num_blocks, plan.block_size, dtype, device, ops)
         made = source.build(load, ops, target, kv, plan.max_model_len, plan.max_seqs)
     return made, [replace(each, name=f"in the drafter, {each.name}") for each in load.fallbacks]
