@@ -54,13 +54,17 @@ class Normed(NamedTuple):
     """The residual stream and the norm that its next reader applies.
 
     The op that writes the residual may precompute the next RMSNorm's statistics. The op that reads uses them, or
-    computes the norm itself.
+    computes the norm itself, unless it is here already, because several read it.
     """
 
     x: Tensor  # [rows, dim]
     norm: Norm
     scaled: Tensor | None = None  # x * gain, rounded once to the tensor's type
     squares: Tensor | None = None  # float32 [rows, parts]: parts of the sum of x * x
+    whole: Tensor | None = None  # [rows, dim]: the norm
+
+    def applied(self, rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:  # [rows, dim]
+        return rms_norm(self.x, *self.norm) if self.whole is None else self.whole
 
 
 class Routing(NamedTuple):
