@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from sparkdraft.cache.formats import CALIBRATION, LEARNT_IDS, kv_format
 from sparkdraft.config import EngineConfig, usable_defaults
 from sparkdraft.core import Fallback, UserError
@@ -77,7 +79,7 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
     model = read_config(checkpoint.config)
     drafter, chosen, _ = find_drafter(config, model, checkpoint)
     drafts_by = drafter.caps.name if drafter else ""
-    subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes(), drafts_by)
+    subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes()[:2], drafts_by)
     most = drafter.caps.max_depth if drafter else NGRAM_DEPTH
     config, said = pick_up(config, subject, most)
     check_depths(config.num_draft, config.depths, most if drafter or config.ngram else 0, bool(drafter))
@@ -134,7 +136,7 @@ def stored_of(
     """What a GPU keeps of a checkpoint: as it is stored, or as --weights quantises it. A head in the target's file that
     drafts stays floats. Where memory is not short, quantised matrices are timed too."""
     stored = checkpoint.stored_bytes(unread_names(drafts=bool(drafter and drafter.num_in_target)))
-    if may_decode(config, model, detect(config), drafter, stored):
+    if torch.cuda.is_available() and may_decode(config, model, detect(config), drafter, stored):
         return stored._replace(times=_pass_times(checkpoint, model))
     if config.weights == "auto" or stored.quantised:
         return stored

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.engine import load
@@ -28,6 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int, str]]]:
     from sparkdraft.kernels.cuda.linear import speed
 
     found: list[list[tuple[int, int, str]]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(load, "detect", lambda config: GPU)
     monkeypatch.setattr(
         speed,
