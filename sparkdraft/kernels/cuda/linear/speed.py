@@ -3,7 +3,7 @@
 Codes are a quarter or half of the bytes, and decoding them takes arithmetic: a large matrix is read faster as codes, a
 small one as floats. So the products of a pass are timed on the GPU that will run them, one layer after the other, each
 with weights of its own, for a few numbers of tokens. Times are kept in the user's cache folder, by GPU, and measured
-again when the tiles of these matrices change.
+again when the kernels or the tiles of these matrices change.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def _layout(matrix: Matrix) -> PlaneLayout:
 
 
 def _key(matrices: Sequence[Matrix], device: torch.device) -> str:
-    """The GPU's name, and a hash of the matrices and of the tiles that their launches have."""
+    """The GPU's name, and a hash of the kernels, of the matrices and of the tiles that their launches have."""
     gpu, tiles = gpu_of(device), {}
     for rows, width, form in set(matrices):
         coded = WeightTiles(torch.empty(0), _layout((rows, width, form)), lines=rows)
@@ -101,10 +102,11 @@ def _key(matrices: Sequence[Matrix], device: torch.device) -> str:
             tiles[str(key)] = tuned.find(gpu, key)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     what: list[Any] = [ROWS, [(rows, width, *form) for rows, width, form in matrices], sorted(tiles.items())]
-    return f"{name} {hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return f"{name} {hashlib.sha256(code + json.dumps(what).encode()).hexdigest()[:16]}"
 
 
-def _read(path: Any) -> dict[str, PassTimes]:
+def _read(path: Path) -> dict[str, PassTimes]:
     """A file that cannot be read is written anew."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
