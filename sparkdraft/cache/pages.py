@@ -12,6 +12,7 @@ is handed out again, oldest release first. Integers only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.groups import CacheGroup
@@ -102,6 +103,7 @@ class RecentRows(CacheGroup):
         device."""
         self.pages, self.block_size, self.first, self.recent = pages, block_size, first, recent
         self.most_ahead, self.need = most_ahead, pages_of_a_request(block_size, first, recent, most_ahead)
+        self._head = -(-first // block_size)  # blocks of the first positions
         self._tell = tell
         self._held: dict[Request, dict[int, int]] = {}  # request -> index among its blocks -> block, in order
 
@@ -113,7 +115,9 @@ class RecentRows(CacheGroup):
         return usable_blocks(self.pages, hit.blocks, self.block_size, self.first, self.recent)
 
     def adopt(self, request: Request, found: int) -> None:
-        held = {i: block for i, block in enumerate(request.blocks) if self._is_read(i, request.num_computed)}
+        count, recent = len(request.blocks), self._first_recent(request.num_computed)
+        read = (*range(min(self._head, count)), *range(recent, count))
+        held = {index: request.blocks[index] for index in read}
         for block in held.values():
             self.pages.retain(block)
         self._held[request] = held
@@ -145,8 +149,10 @@ class RecentRows(CacheGroup):
             self.pages.release(held.pop(index))
 
     def advance(self, request: Request) -> None:
-        held = self._held[request]
-        for index in [i for i in held if not self._is_read(i, request.num_computed)]:
+        """Goes backwards from the first page that is still read, so only pages that are released cost time."""
+        held, end = self._held[request], self._first_recent(request.num_computed)
+        behind = takewhile(held.__contains__, range(end - 1, self._head - 1, -1))
+        for index in reversed([*behind]):
             self.pages.release(held.pop(index))
 
     def drop(self, request: Request) -> None:
@@ -170,9 +176,10 @@ class RecentRows(CacheGroup):
         rows = request.num_prompt + request.max_output + self.most_ahead
         return min(self.need, -(-rows // self.block_size))
 
-    def _is_read(self, index: int, computed: int) -> bool:
-        """Return whether a token at position 'computed' or later reads the block's page."""
-        return index * self.block_size < self.first or (index + 1) * self.block_size > computed - self.recent + 1
+    def _first_recent(self, computed: int) -> int:
+        """The first block, behind those of the first positions, whose page a token at position 'computed' or later
+        reads."""
+        return max((computed - self.recent + 1) // self.block_size, self._head)
 
 
 def pages_of_a_request(block_size: int, first: int, recent: int, most_ahead: int) -> int:

@@ -98,9 +98,11 @@ def build_engine(
     with torch.inference_mode():
         cache = open_cache(source.path, config.weights, plan.device) if config.weights_cache else None
         with cache or nullcontext():
-            loader = Loader(source, device, dtype, ops, progress, weights=config.weights, cache=cache)
-            model = model or architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
-        assert model.context >= plan.max_model_len, f"{model.context} positions for a context of {plan.max_model_len}"
+            forms: dict[str, Any] = {"weights": config.weights, "all_floats": plan.decoded}
+            loader = Loader(source, device, dtype, ops, progress, cache=cache, **forms)
+            positions = max(plan.max_model_len, len(calibration))
+            model = model or architecture(model_config.model_type).build(model_config, loader, ops, positions)
+        assert model.context >= positions, f"{model.context} positions for a context of {positions}"
         proposer, fallbacks = None, [*chosen, *loader.fallbacks, *_unknown_ends(tokenizer, model_config.vocab_size)]
         if drafter:
             made, said = _build_drafter(drafter, config, plan, model)
@@ -110,7 +112,8 @@ def build_engine(
         learned, kind = None, kv_format(plan.kv)
         if calibration and kind.learns(config):
             scratch, run = scratch_cache(model_config, len(calibration), plan, dtype, device, ops), model.forward
-            learned = kind.learn(lambda *step: run(Step(*step)), calibration, scratch, plan.block_size, device)
+            sizes = plan.block_size, model_config.max_position
+            learned = kind.learn(lambda *step: run(Step(*step)), calibration, scratch, *sizes, device)
         kv, groups = target_cache(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, learned)
         if proposer and isinstance(proposer.drafter, ReadsTarget):
             proposer.drafter.read_from(kv)
@@ -137,7 +140,8 @@ def _build_drafter(
     form, keeps = source.weights, config.weights_cache
     cache = open_cache(source.source.path, form, plan.device, "drafter") if keeps else None
     with cache or nullcontext():
-        load = Loader(source.source, device, dtype, ops, weights=form, cache=cache, option="drafter_weights")
+        forms: dict[str, Any] = {"weights": form, "option": "drafter_weights", "all_floats": plan.decoded}
+        load = Loader(source.source, device, dtype, ops, cache=cache, **forms)
         kv = DenseKV(source.caps.kv, plan.num_blocks, plan.block_size, dtype, device, ops)
         made = source.build(load, ops, target, kv, plan.max_model_len, plan.max_seqs)
     return made, [replace(each, name=f"in the drafter, {each.name}") for each in load.fallbacks]

@@ -293,6 +293,7 @@ class Engine:
             *self._fallbacks,
             *(Fallback(f"decode steps {slow}", why) for why in self.runner.unrecorded),
             *(Fallback(f"drafts {slow}", why) for why in (proposer.unrecorded if proposer else ())),
+            *(Fallback(f"some steps {slow}", why) for graphs in self.steps.graphs for why in graphs.fallbacks),
             *(Fallback("GPU kernels are compiled one by one", why) for why in late),
         ]
 

@@ -67,8 +67,10 @@ def asked_by_drafter(drafter: Drafter, plan: Plan) -> KernelShapes:
 
 def _graphs(engine: Engine) -> Fact:
     name, plan = "decode steps", engine.plan
-    if engine.runner.graphs or (plan.graphs and plan.device == "cuda"):
-        return Fact(name, f"replayed from graphs, at most {GRAPHS[plan.kernels].most} of each kind")
+    if engine.steps.graphs:
+        limits = GRAPHS[plan.kernels]
+        most = f"{limits.most} of each kind" + (f", in {limits.room >> 20} MiB" if limits.room else "")
+        return Fact(name, f"replayed from graphs, at most {most}")
     reason = "graphs is off"
     if of_format := kv_format(plan.kv).no_graphs(plan.kernels):
         reason = of_format.partition(":")[0]

@@ -6,8 +6,9 @@ fixed input buffers, lengths included, so it serves any context length.
 On a GPU, graphs of plain decoding are captured at start for a few batch sizes; a batch runs in the next larger one,
 with padding. Short prompts are captured too. Longer prompts run eagerly, because they keep the GPU busy. All other
 shapes are captured when they come up: on a CPU at once, on a GPU the second time. Before a shape first runs on a GPU,
-its kernels are compiled on all cores. Graphs made at start stay; of the others a limited number is kept, least recently
-replayed first to go.
+its kernels are compiled on all cores. Graphs made at start stay; of the others a limited number is kept, on a GPU a
+limited number of bytes, least recently replayed first to go. A shape for whose capture no memory was left runs plainly
+from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from sparkdraft.kernels.ops import CapturedStep, Ops
 from sparkdraft.plan.memory import GRAPHS
@@ -40,11 +41,12 @@ class Graphs(Generic[Key]):
         """run(shape) computes one step from the fixed input buffers."""
         assert ops.Graph, f"{ops.NAME} kernels cannot be captured"
         self._run, self._graph, self._compiler = run, ops.Graph, ops.compiler
-        self._most = GRAPHS[ops.NAME].most  # graphs kept beside those made at start
+        self._limits = GRAPHS[ops.NAME]  # of graphs kept beside those made at start
         self._kept: dict[Key, CapturedStep] = {}  # graphs made at start
         self._recent: OrderedDict[Key, CapturedStep] = OrderedDict()  # made later, the last replayed at the end
         self._seen: OrderedDict[Key, None] = OrderedDict()  # shapes that ran once and are not captured yet
         self._compiled = set[Key]()  # shapes whose kernels were compiled ahead; a graph may be dropped, these stay
+        self._plain: dict[Key, None] = {}  # shapes that run plainly: no memory was left to capture them
 
     def __contains__(self, shape: Key) -> bool:
         return shape in self._kept or shape in self._recent
@@ -52,6 +54,19 @@ class Graphs(Generic[Key]):
     @property
     def num_held(self) -> int:
         return len(self._kept) + len(self._recent)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that graphs hold, without the memory that they share."""
+        return sum(graph.nbytes for graph in (*self._kept.values(), *self._recent.values()))
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Why steps are launched one operator at a time although they could be captured: one reason, or none."""
+        if not self._plain:
+            return []
+        kinds = "1 kind" if len(self._plain) == 1 else f"{len(self._plain)} kinds"
+        return [f"no memory was left to capture {kinds} of step, the first of them {next(iter(self._plain))}"]
 
     def graph(self, shape: Key) -> CapturedStep:
         """The graph of a shape, which must exist."""
@@ -64,7 +79,8 @@ class Graphs(Generic[Key]):
         for shape in shapes:
             if self._graph.RUN_FIRST:
                 self._run(shape)  # this loads what a capture may not
-            self._kept[shape] = self._make(shape)
+            if graph := self._make(shape):
+                self._kept[shape] = graph
 
     def replay(self, shape: Key) -> Tensor:
         """Runs one step of this shape, captured.
@@ -74,15 +90,19 @@ class Graphs(Generic[Key]):
         """
         graph = self._kept.get(shape, self._recent.get(shape))
         if graph is None:
-            if self._graph.RUN_FIRST and shape not in self._seen:
+            if self._graph.RUN_FIRST and shape not in self._seen and shape not in self._plain:
                 self._remember(self._seen, shape, None)
                 self._compile([shape])
                 return self._run(shape)
             self._seen.pop(shape, None)
-            graph = self._make(shape)
-            # The oldest graph is dropped after the new one is made, not before: making it has waited for everything
-            # that ran on the device, so the dropped one is no longer in use.
+            graph = None if shape in self._plain else self._make(shape)
+            if graph is None:
+                return self._run(shape)
+            # Old graphs are dropped after the new one is made, not before: making it has waited for everything that ran
+            # on the device, so the dropped ones are no longer in use.
             self._remember(self._recent, shape, graph)
+            while self._limits.room and len(self._recent) > 1 and self._held > self._limits.room:
+                self._recent.popitem(last=False)
         elif shape in self._recent:
             self._recent.move_to_end(shape)
         return graph.replay()
@@ -94,13 +114,22 @@ class Graphs(Generic[Key]):
             self._compiler.compile_ahead([partial(self._run, shape) for shape in new])
             self._compiled.update(new)
 
-    def _make(self, shape: Key) -> CapturedStep:
+    @property
+    def _held(self) -> int:
+        return sum(graph.nbytes for graph in self._recent.values())
+
+    def _make(self, shape: Key) -> CapturedStep | None:
+        """Captures a shape, which computes nothing. None: there is no memory for it, now and from now on."""
         beside = next(iter((*self._kept.values(), *self._recent.values())), None)
-        return self._graph(partial(self._run, shape), beside)
+        try:
+            return self._graph(partial(self._run, shape), beside)
+        except OutOfMemoryError:
+            self._plain[shape] = None
+            return None
 
     def _remember(self, shapes: OrderedDict[Key, Any], shape: Key, value: Any) -> None:
         shapes[shape] = value
-        if len(shapes) > self._most:
+        if len(shapes) > self._limits.most:
             shapes.popitem(last=False)
 
 

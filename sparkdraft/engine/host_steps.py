@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from sparkdraft.core import Batch, Request
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting
+from sparkdraft.engine.graphs import Graphs
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.steps import StepRead, StepResult
@@ -29,6 +31,12 @@ class HostSteps:
     @property
     def num_unread(self) -> int:
         return int(self._done is not None)
+
+    @property
+    def graphs(self) -> list[Graphs[Any]]:
+        proposer = self._drafting.proposer
+        found = [self._runner.graphs, *(proposer.graphs if proposer else ())]
+        return [each for each in found if each]
 
     def reach(self, depth: int) -> int:
         return 0

@@ -6,10 +6,13 @@ The Python API (llm.py) and the server's backend (engine/backend.py) begin here;
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sparkdraft.cache.formats import CALIBRATION, kv_format
+import torch
+
+from sparkdraft.cache.formats import CALIBRATION, LEARNT_IDS, kv_format
 from sparkdraft.config import EngineConfig, usable_defaults
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.drafters.base import DrafterCaps
@@ -24,15 +27,23 @@ from sparkdraft.engine.profile import Subject, pick_up
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.keys import unread_names
+from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.models.registry import read_config
-from sparkdraft.plan.resolve import model_bytes
-from sparkdraft.plan.weight_formats import drafter_at_load, quantised_at_load
+from sparkdraft.plan.resolve import may_decode, model_bytes
+from sparkdraft.plan.weight_formats import (
+    WeightFormats,
+    coded_matrices,
+    drafter_at_load,
+    of_gguf,
+    quantised_at_load,
+    stated,
+)
 from sparkdraft.text.chat import fault_of
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
 from sparkdraft.weights.hub import FULL
 from sparkdraft.weights.loader import Progress
-from sparkdraft.weights.plane_layout import StoredBytes
+from sparkdraft.weights.plane_layout import PassTimes, StoredBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,7 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
     model = read_config(checkpoint.config)
     drafter, chosen, _ = find_drafter(config, model, checkpoint)
     drafts_by = drafter.caps.name if drafter else ""
-    subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes(), drafts_by)
+    subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes()[:2], drafts_by)
     most = drafter.caps.max_depth if drafter else NGRAM_DEPTH
     config, said = pick_up(config, subject, most)
     check_depths(config.num_draft, config.depths, most if drafter or config.ngram else 0, bool(drafter))
@@ -96,7 +107,7 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
     tokenizer = Tokenizer.of(checkpoint)
     learns = kv_format(plan.kv).learns(config)
     text = tokenizer.encode(CALIBRATION.read_text(encoding="utf-8")) if learns else []
-    calibration = text[: plan.max_model_len]
+    calibration = text[: min(LEARNT_IDS, model.max_position)]
     engine = build_engine(
         plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, opened.fallbacks, weights
     )
@@ -123,9 +134,32 @@ def stored_of(
     config: EngineConfig, checkpoint: Sized, model: ModelConfig, drafter: DrafterCaps | None = None
 ) -> StoredBytes:
     """What a GPU keeps of a checkpoint: as it is stored, or as --weights quantises it. A head in the target's file that
-    drafts stays floats."""
+    drafts stays floats. Where memory is not short, quantised matrices are timed too."""
     stored = checkpoint.stored_bytes(unread_names(drafts=bool(drafter and drafter.num_in_target)))
+    if torch.cuda.is_available() and may_decode(config, model, detect(config), drafter, stored):
+        return stored._replace(times=_pass_times(checkpoint, model))
     if config.weights == "auto" or stored.quantised:
         return stored
     made = quantised_at_load(model, config.weights)
     return made._replace(floats=made.floats + drafter.num_in_target) if drafter else made
+
+
+def _pass_times(checkpoint: Sized, model: ModelConfig) -> PassTimes | None:
+    """None: the file does not say how its matrices are stored, or holds experts, whose tokens do not read all of
+    them."""
+    from sparkdraft.weights.gguf import GgufCheckpoint
+
+    if any(isinstance(layer.mlp, ExpertsSpec) for layer in model.layers):
+        return None
+    formats: WeightFormats | None = None
+    if isinstance(checkpoint, GgufCheckpoint):
+        formats = of_gguf(checkpoint.matrix_types())
+    else:
+        with suppress(UserError):  # the config does not say it in words that are known; the tensors will
+            formats = stated(getattr(checkpoint, "config", {}), model.num_layers)
+    matrices = coded_matrices(model, formats) if formats else []
+    if not matrices:
+        return None
+    from sparkdraft.kernels.cuda.linear.speed import pass_times
+
+    return pass_times(matrices)

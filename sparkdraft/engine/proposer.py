@@ -100,6 +100,10 @@ class Proposer:
         # Overlapped steps read all blocks: overlap.py sets this to False.
         self.may_pass_over = not self.chain
 
+    @property
+    def graphs(self) -> list[Graphs[Any]]:
+        return [each for each in (self._passes, self._observing) if each]
+
     def observe(self, work: Work, runner: Runner, row: int) -> None:
         """Takes the work's committed tokens, which begin at 'row' of the last batch."""
         request, count = work.request, work.request.num_computed - work.start

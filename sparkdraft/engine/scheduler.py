@@ -228,14 +228,13 @@ class Scheduler:
         """Admits waiting requests in order of arrival; 'keep' tokens are left for drafts."""
         while self._may_admit and left.rows > keep:
             request = self.waiting[0]
+            if not left.most(request.num_tokens, keep):  # earlier prompts have used up the limit
+                return
             self._adopt(request, self._cached_prefix(request))
             missing = request.num_tokens - request.num_computed
             most = left.most(missing, keep)
             want = self.groups.cut(request, most, self.running)
             has_room = not self.running or self.groups.admits(request, most, self.running)
-            if not want:  # earlier prompts have used up the limit
-                self._release(request)
-                return
             if not has_room or not self._grow(request, want):
                 self._release(request)
                 self._refused = request, self._room()
@@ -250,7 +249,7 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> Hit:
         if request.params.prompt_logprobs is not None:  # these need every prompt row to run
             return Hit([], [])
-        return self.prefix.lookup(request.ids(0, request.num_tokens))
+        return self.prefix.lookup_waiting(request, request.ids, request.num_tokens)
 
     def _adopt(self, request: Request, found: Hit) -> None:
         """Gives a request the cached prefix, as far as all groups can continue from it."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from sparkdraft.core import Batch, Request, TokenLogprob, Work
+from sparkdraft.engine.graphs import Graphs
 from sparkdraft.text.grammar import GrammarState
 
 
@@ -44,6 +45,10 @@ class Steps(Protocol):
 
     @property
     def num_unread(self) -> int: ...
+
+    @property
+    def graphs(self) -> list[Graphs[Any]]:
+        """The captured steps and passes; none where nothing is captured."""
 
     def reach(self, depth: int) -> int:
         """Positions, from the last known id on, that a step of this depth writes for every request that decodes; 0 if

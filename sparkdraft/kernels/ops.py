@@ -54,13 +54,17 @@ class Normed(NamedTuple):
     """The residual stream and the norm that its next reader applies.
 
     The op that writes the residual may precompute the next RMSNorm's statistics. The op that reads uses them, or
-    computes the norm itself.
+    computes the norm itself, unless it is here already, because several read it.
     """
 
     x: Tensor  # [rows, dim]
     norm: Norm
     scaled: Tensor | None = None  # x * gain, rounded once to the tensor's type
     squares: Tensor | None = None  # float32 [rows, parts]: parts of the sum of x * x
+    whole: Tensor | None = None  # [rows, dim]: the norm
+
+    def applied(self, rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:  # [rows, dim]
+        return rms_norm(self.x, *self.norm) if self.whole is None else self.whole
 
 
 class Routing(NamedTuple):
@@ -266,9 +270,10 @@ class CapturedStep(Protocol):
 
     RUN_FIRST: ClassVar[bool]  # whether 'run' must have run before it is captured, so that its kernels are loaded
     output: Tensor
+    nbytes: int  # that it holds alone, which are free again when it is dropped
 
     def __init__(self, run: Callable[[], Tensor], beside: CapturedStep | None = None) -> None:
-        """Captures run(), which computes nothing yet. Raises CannotCapture.
+        """Captures run(), which computes nothing yet. Raises CannotCapture, and torch.OutOfMemoryError.
 
         beside: an earlier step of the same owner, whose memory this one shares: only one replays at a time.
         """

@@ -17,11 +17,12 @@ from sparkdraft.weights.plane_layout import StoredBytes
 
 class Graphs(NamedTuple):
     most: int  # kept per kind of step (engine/graphs.py), beside the few made at start
-    bytes_each: int  # an estimate: the launches and their arguments, without buffers; of native ones, per layer
+    bytes_each: int = 0  # of a layer's native calls and their arguments, an estimate
+    room: int = 0  # bytes that a GPU's graphs of one kind may hold, as each is counted when it is captured
 
 
 FILLED = 0.9  # of the memory of native compiled steps, which is taken in pieces
-GRAPHS = {"native": Graphs(256, 2_000), "cuda": Graphs(64, 1 << 20)}  # per kernels' name
+GRAPHS = {"native": Graphs(256, bytes_each=2_000), "cuda": Graphs(64, room=64 << 20)}  # per kernels' name
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +83,22 @@ def rope_bytes(model: ModelConfig, context: int) -> int:
 def graph_bytes(
     kernels: str, model: ModelConfig, max_step_tokens: int, max_seqs: int, draft: DrafterCaps | None = None
 ) -> int:
-    """Bytes of graphs if each kind holds as many as it may: the target's steps, on a GPU also overlapped steps, and a
+    """Bytes of graphs if each kind holds as much as it may: the target's steps, on a GPU also overlapped steps, and a
     drafter's passes that propose and that observe.
 
     Native compiled steps have memory of their own: the largest of each kind is counted with all that its layers write,
     none of which is used again within a step. A GPU's graphs share a step's scratch.
     """
-    kept, each = GRAPHS[kernels]
+    limits = GRAPHS[kernels]
     if kernels != "native":
-        return (2 + 2 * (draft is not None)) * kept * each
+        return (2 + 2 * (draft is not None)) * limits.room
     sizes, rows = model_sizes(model), min(max_seqs * (1 + (draft.max_depth if draft else 0)), max_step_tokens)
     widths = [2 * sizes.hidden + layer.projected + layer.mixed + layer.mlp for layer in sizes.layers]
     numbers, layers = sum(widths) + model.vocab_size, len(widths)
     if draft:
         layers += 2 * len(draft.kv)
         numbers += len(draft.kv) * max(widths) + (draft.num_ids or model.vocab_size)
-    return kept * each * layers + int(4 * rows * numbers / FILLED)
+    return limits.most * limits.bytes_each * layers + int(4 * rows * numbers / FILLED)
 
 
 def scratch_bytes(
@@ -108,14 +109,15 @@ def scratch_bytes(
     kernels: str,
     draft: DrafterCaps | None = None,
 ) -> int:
-    """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled tokens.
+    """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, the logits of sampled tokens, and
+    the counts of ids by which penalties edit them (engine/sampler.py).
 
-    All activations of a layer are counted, because the allocator keeps their memory. Logits of drafts are counted twice
-    on a GPU, where a step runs once before it is captured; native compiled steps have logits of their own.
+    All activations of a layer are counted, because the allocator keeps their memory. Logits are counted twice on a GPU,
+    where a step runs once before it is captured; native compiled steps have logits of their own.
     """
     sizes = model_sizes(model)
     width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp
-    sampled = 4 * max_seqs  # the logits, and what the filters need
+    sampled = 4 * max_seqs  # the logits twice, the counts, and what the reference's filters need
     if draft:
         width += len(draft.aux_layers) * model.hidden_size
         sampled += (2 if kernels == "cuda" else 1) * max_seqs * draft.max_depth

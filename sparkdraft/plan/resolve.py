@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sparkdraft.cache.formats import KVFormat, KVPlan, Room, kv_format, smaller_formats
+from sparkdraft.cache.formats import LEARNT_IDS, KVFormat, KVPlan, Room, kv_format, smaller_formats
 from sparkdraft.cache.formats.dense import in_windows
 from sparkdraft.cache.states import StatePlan, fewer_requests, plan_states
 from sparkdraft.cache.windows import WindowPlan, plan_windows, window_layers
@@ -24,12 +24,14 @@ from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import MemoryPlan, graph_bytes, rope_bytes, scratch_bytes, weight_bytes
-from sparkdraft.weights.plane_layout import StoredBytes
+from sparkdraft.weights.plane_layout import ROWS, StoredBytes
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
 MAX_TOKENS = {"cpu": 512, "cuda": 8192}  # per step, likewise
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
+# Quantised matrices are decoded if bfloat16 is faster by this factor, and takes this share of the free memory at most
+DECODED_GAIN, DECODED_SHARE = 1.05, 0.1
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
 # tokens past the committed ones that a request may write: drafts, and launched steps that are not read yet
 MOST_AHEAD = 64
@@ -57,6 +59,7 @@ class Plan:
     coded: KVPlan | None = None  # what the format decided, if its name does not say everything
     windows: tuple[WindowPlan, ...] = ()  # for layers that keep the K/V of their window alone
     states: StatePlan | None = None  # for recurrent layers
+    decoded: bool = False  # whether a GPU's quantised matrices are decoded to bfloat16 when they are loaded
     reads_back: int = 0  # positions before a window that pages are kept for too, because the drafter reads them
     fallbacks: tuple[Fallback, ...] = ()
 
@@ -98,7 +101,10 @@ def resolve(
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
     graph_memory = graph_bytes(kernels, model, max_step_tokens, max_seqs, drafter) if graphs else 0
-    held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
+    decoded = _decoded(config, model, hardware, drafter, stored)
+    fallbacks += decoded
+    as_floats = on_cpu or bool(decoded)
+    held = _held(model, _positions(config, model), WEIGHT_ITEMSIZE[weights], drafter, stored, as_floats)
     scratch = scratch_bytes(model, max_step_tokens, max_seqs, itemsize, kernels, drafter)
     scratch += kv.scratch_bytes(config, model, max_step_tokens, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - graph_memory
@@ -135,6 +141,7 @@ def resolve(
         coded=caches.coded,
         windows=caches.windows,
         states=states,
+        decoded=bool(decoded),
         reads_back=drafter.reads_back if drafter else 0,
         fallbacks=tuple(fallbacks),
     )
@@ -153,16 +160,17 @@ def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
 
 def _held(
     model: ModelConfig,
-    context: int,
+    positions: int,
     itemsize: float,
     drafter: DrafterCaps | None,
     stored: StoredBytes | None,
-    on_cpu: bool,
+    as_floats: bool,
 ) -> int:
-    """Bytes of all weights, and of RoPE's tables."""
-    stored, own = None if on_cpu else stored, drafter.num_in_target if drafter else 0
-    beside = drafter.held(itemsize, not on_cpu) - int(own * itemsize) if drafter else 0  # own: stored has counted it
-    return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, context)
+    """Bytes of all weights, and of RoPE's tables. as_floats: whatever the file holds; on a CPU, as its kernels keep
+    them."""
+    stored, own = None if as_floats else stored, drafter.num_in_target if drafter else 0
+    beside = drafter.held(itemsize, not as_floats) - int(own * itemsize) if drafter else 0  # own: stored has counted it
+    return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, positions)
 
 
 def model_bytes(
@@ -174,9 +182,57 @@ def model_bytes(
     stored: StoredBytes | None,
 ) -> int:
     """Bytes that a plan counts for the model without its drafter."""
-    itemsize, on_cpu = WEIGHT_ITEMSIZE[_weights(config, hardware, native_problem, [])], hardware.device == "cpu"
-    held = _held(model, _max_model_len(config, model), itemsize, drafter, stored, on_cpu)
-    return held - drafter.held(itemsize, not on_cpu) if drafter else held
+    itemsize = WEIGHT_ITEMSIZE[_weights(config, hardware, native_problem, [])]
+    as_floats = hardware.device == "cpu" or bool(_decoded(config, model, hardware, drafter, stored))
+    held = _held(model, _positions(config, model), itemsize, drafter, stored, as_floats)
+    return held - drafter.held(itemsize, not as_floats) if drafter else held
+
+
+def may_decode(
+    config: EngineConfig,
+    model: ModelConfig,
+    hardware: Hardware,
+    drafter: DrafterCaps | None,
+    stored: StoredBytes | None,
+) -> bool:
+    """Return whether a GPU has memory enough to keep quantised matrices in bfloat16, if that is faster. Where the user
+    names a format of weights, they stay."""
+    named = config.weights != "auto" or config.drafter_weights != "auto" or config.dtype == "float32"
+    if hardware.device == "cpu" or named or not stored or not stored.quantised:
+        return False
+    return _held(model, 0, ITEMSIZE["bfloat16"], drafter, None, True) <= DECODED_SHARE * hardware.free_bytes
+
+
+def _decoded(
+    config: EngineConfig,
+    model: ModelConfig,
+    hardware: Hardware,
+    drafter: DrafterCaps | None,
+    stored: StoredBytes | None,
+) -> list[Fallback]:
+    """Says that quantised matrices are decoded, where that was measured faster on this GPU at every number of tokens
+    and memory is not short; else []. A small matrix takes as long to decode in every step as its bytes to read."""
+    times = stored.times if stored else None
+    if not times or not may_decode(config, model, hardware, drafter, stored):
+        return []
+    if any(DECODED_GAIN * floats > codes for codes, floats in zip(*times, strict=True)):
+        return []
+    size = _held(model, 0, ITEMSIZE["bfloat16"], drafter, None, True) / 2**30
+    rows, floats, codes = (_listed(each) for each in (ROWS, *(_millis(part) for part in reversed(times))))
+    reason = (
+        f"on this GPU the products of {rows} tokens take {floats} ms, and {codes} ms with the file's codes; "
+        f"bfloat16 takes {size:.1f} GiB of {hardware.free_bytes / 2**30:.0f} free"
+    )
+    return [Fallback("quantised weights are decoded and rounded to bfloat16", reason, is_choice=True)]
+
+
+def _millis(seconds: Sequence[float]) -> list[str]:
+    return [f"{each * 1e3:.2f}" for each in seconds]
+
+
+def _listed(values: Sequence[object]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} and {last}"
 
 
 class StepSize(NamedTuple):
@@ -285,6 +341,12 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             "ask for fewer"
         )
     return config.max_model_len or model.max_position
+
+
+def _positions(config: EngineConfig, model: ModelConfig) -> int:
+    """Positions of RoPE's tables: those of the context, or more where the cache's format learns from a text."""
+    learns = kv_format(config.kv).chosen(config).learns(config)
+    return max(_max_model_len(config, model), min(LEARNT_IDS, model.max_position) if learns else 0)
 
 
 def _num_blocks(

@@ -157,6 +157,13 @@ def parts_of(model: ModelConfig, formats: WeightFormats) -> Iterator[Part]:
         yield Part("embedding", formats.of("embedding"), table)
 
 
+def coded_matrices(model: ModelConfig, formats: WeightFormats) -> list[tuple[int, int, CodeForm]]:
+    """The matrices that a pass multiplies with as codes, in order: rows, width and form."""
+    parts = [part for part in parts_of(model, kept(formats)) if part.format in CODES and part.group != "embedding"]
+    found = [(rows, width, CODES[part.format]) for part in parts for rows, width in part.matrices]
+    return [each for each in found if not isinstance(each[2].layout(each[1]), str)]
+
+
 def bytes_by_format(model: ModelConfig, formats: WeightFormats) -> dict[str, int]:
     """Bytes of all matrices. Their sum is the `held` of plan/resolve.py."""
     found: dict[str, float] = {}

@@ -140,11 +140,22 @@ GGUF_FORMS = {
 }
 
 
+ROWS = (1, 16, 64)  # tokens for which a pass is timed: one stream, a usual batch, a large one
+
+
+class PassTimes(NamedTuple):
+    """Seconds that the quantised matrices of a model take on this GPU, for each of ROWS."""
+
+    codes: tuple[float, ...]  # as they are stored
+    floats: tuple[float, ...]  # decoded to bfloat16
+
+
 class StoredBytes(NamedTuple):
     """The contents of a file as a GPU keeps them."""
 
     quantised: int  # bytes of planes and of tables of codes
     floats: int  # numbers that are kept as floats
+    times: PassTimes | None = None  # None: not measured
 
     def kept(self, itemsize: float) -> int:
         """Bytes in memory, with floats of this size."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -75,6 +76,29 @@ def test_pages_are_held_as_long_as_a_row_to_come_reads_them(first: int, recent: 
         assert 30 - rows.num_free == len(read), computed
     rows.drop(it)
     assert rows.num_free == 30
+
+
+def test_a_step_looks_only_at_the_pages_that_it_gives_back() -> None:
+    """However many pages a window holds."""
+
+    class Counted(dict[int, int]):
+        looks = 0
+
+        def __contains__(self, index: object) -> bool:
+            Counted.looks += 1
+            return super().__contains__(index)
+
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("no step goes over all pages")
+
+    rows = RecentRows(PagePool(400), SIZE, 5, 1000, 0, tell=print)
+    it = Request("it", 0, [0] * 1600, SamplingParams(), 0, 1)
+    it.blocks.extend(range(400))
+    rows.grow(it, 400)
+    rows._held[it] = Counted(dict.items(rows._held[it]))
+    for it.num_computed in range(1600):
+        rows.advance(it)
+    assert rows.num_free > 140 and Counted.looks <= 1600 + rows.num_free, "one look a step, and one per page"
 
 
 def test_requests_that_give_way_and_come_back() -> None:

@@ -89,7 +89,7 @@ def test_a_request_that_can_not_be_let_in_does_not_block_the_queue() -> None:
     engine = fake_engine()
     for name in ("bad", "good"):
         engine.add(PROMPTS["r1"], SamplingParams(max_tokens=4), name)
-    mend = breaks(engine, "scheduler.prefix.lookup", 0)
+    mend = breaks(engine, "scheduler.prefix.lookup_waiting", 0)
     step_until_it_breaks(engine)
     assert engine.fail_batch() == ["bad"]
     mend()

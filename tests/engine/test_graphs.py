@@ -23,7 +23,7 @@ no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 class Captured:
     """As a CUDA graph: it is captured after a run."""
 
-    NAME, RUN_FIRST = "cuda", True
+    NAME, RUN_FIRST, nbytes = "cuda", True, 1
 
     def __init__(self, run: Callable[[], Tensor], beside: object) -> None:
         self.replay = run
@@ -107,6 +107,46 @@ def test_the_shape_replayed_longest_ago_is_let_go() -> None:
     assert 0 in graphs and 1 not in graphs and most in graphs
 
 
+def test_graphs_hold_no_more_bytes_than_are_planned_but_one_is_always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sized(Captured):
+        def __init__(self, run: Callable[[], Tensor], beside: object) -> None:
+            super().__init__(run, beside)
+            self.nbytes = 10 * int(run())
+
+    monkeypatch.setitem(GRAPHS, "cuda", GRAPHS["cuda"]._replace(room=100))
+    graphs = Graphs(lambda shape: torch.tensor(shape), kernels(Sized))
+    graphs.record([9])
+    for shape in (1, 2, 3, 4, 1, 5, 11):
+        assert [int(graphs.replay(shape)) for _ in range(3)] == [shape] * 3
+        held = [each for each in range(20) if each in graphs]
+        assert graphs.nbytes == 10 * sum(held)
+        assert held == {4: [1, 2, 3, 4, 9], 5: [1, 4, 5, 9], 11: [9, 11]}.get(shape, held)
+
+
+def test_a_capture_without_memory_is_not_tried_again_and_costs_no_step() -> None:
+    tried: list[int] = []
+
+    class Full(Captured):
+        def __init__(self, run: Callable[[], Tensor], beside: object) -> None:
+            super().__init__(run, beside)
+            tried.append(int(run()))
+            if tried[-1] > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = Graphs(lambda shape: torch.tensor(shape), kernels(Full))
+    graphs.record([1, 4])
+    assert 4 not in graphs and graphs.num_held == 1
+    for _ in range(200):
+        for shape in (2, 4, 5, 1):
+            assert int(graphs.replay(shape)) == shape
+    assert tried == [4, 1, 2, 5] and graphs.num_held == 2
+    assert graphs.fallbacks == ["no memory was left to capture 2 kinds of step, the first of them 4"]
+    for shape in range(10, 210):  # whatever comes, these run plainly
+        graphs.replay(shape)
+    graphs.replay(4)
+    assert tried == [4, 1, 2, 5]
+
+
 @pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 def test_recordings_of_a_cpu_outlive_the_one_whose_memory_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first recording, whose memory all others share, is dropped; the kernels are the real ones."""
@@ -120,7 +160,7 @@ def test_recordings_of_a_cpu_outlive_the_one_whose_memory_they_share(monkeypatch
     for rows in [40, 1, 7, 33, 2, 7, 39, 40, 5, 7, 1] * 3:
         x.copy_(torch.randn(40, 576))
         assert torch.equal(graphs.replay(rows), step(rows))
-        assert graphs.num_held <= 3
+        assert graphs.num_held <= 3 and 0 < graphs.nbytes < 10_000
 
 
 @pytest.mark.gpu
@@ -147,3 +187,27 @@ def test_cuda_graphs_that_are_let_go_give_their_memory_back(monkeypatch: pytest.
         torch.cuda.synchronize()
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[-1] - reserved[1] < 64 << 20, "later turns take no more of the GPU's memory than the second"
+
+
+@pytest.mark.gpu
+@no_gpu
+def test_a_capture_that_runs_out_of_memory_leaves_a_gpu_that_runs_and_captures() -> None:
+    from sparkdraft.kernels import cuda
+
+    x, weight = torch.randn(64, 1024, device="cuda"), torch.rand(1024, device="cuda")
+    asked = [torch.cuda.get_device_properties().total_memory]
+
+    def step(rows: int) -> Tensor:
+        y = cuda.rms_norm(x[:rows], weight, 1e-5)
+        if rows == 32 and torch.cuda.is_current_stream_capturing():
+            torch.empty(asked[0], dtype=torch.uint8, device="cuda")
+        return y
+
+    graphs, stream = Graphs(step, cuda), torch.cuda.current_stream()
+    for _ in range(3):
+        for rows in (16, 32, 64):
+            x.copy_(torch.randn(64, 1024, device="cuda"))
+            assert torch.equal(graphs.replay(rows), step(rows))
+            assert torch.cuda.current_stream() == stream
+    assert 16 in graphs and 64 in graphs and 32 not in graphs and len(graphs.fallbacks) == 1
+    assert 0 < graphs.nbytes < 64 << 20

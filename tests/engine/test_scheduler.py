@@ -104,8 +104,8 @@ def test_drafts_leave_rows_to_a_newcomer() -> None:
 def test_the_head_of_the_queue_is_looked_up_again_only_when_blocks_have_been_freed() -> None:
     engine = fake_engine(num_blocks=16, max_seqs=4)
     prefix, lookups = engine.scheduler.prefix, []
-    lookup = prefix.lookup
-    prefix.lookup = lambda ids: lookups.append(len(ids)) or lookup(ids)  # type: ignore
+    lookup = prefix.lookup_waiting
+    prefix.lookup_waiting = lambda *asked: lookups.append(asked[2]) or lookup(*asked)  # type: ignore
     engine.add([1] * 30, forever(max_tokens=30), "a")
     for _ in range(20):
         engine.step()  # 13 of the 16 blocks are the first request's now
@@ -118,6 +118,40 @@ def test_the_head_of_the_queue_is_looked_up_again_only_when_blocks_have_been_fre
     while engine.has_work:
         engine.step()
     assert lookups[2:] == [48, 1], "when the first had ended, the others came in"
+
+
+def test_a_prompt_that_waits_for_its_turn_costs_a_step_nothing() -> None:
+    """Another prompt takes all prompt rows of every step: the one behind it is neither looked up nor adopted."""
+    engine = fake_engine(num_blocks=512, max_seqs=4, max_step_tokens=32, max_model_len=2048)
+    retained: list[int] = []
+    retain = engine.pool.retain
+    engine.pool.retain = lambda block: retained.append(block) or retain(block)  # type: ignore
+    prompt = [9] * 400
+    engine.add(prompt, SamplingParams(max_tokens=1), "before")
+    while engine.has_work:
+        engine.step()
+    engine.add([1] * 399, SamplingParams(max_tokens=1), "first")  # a shorter prompt does not leave rows to a longer one
+    engine.add(prompt, SamplingParams(max_tokens=1), "cached")
+    for _ in range(12):
+        engine.step()
+    assert not retained, "it has not been adopted yet"
+    while engine.has_work:
+        engine.step()
+    assert len(retained) == 99, "and then once"
+
+
+def test_equal_prompts_leave_a_prefix_behind_when_the_first_of_them_ends() -> None:
+    engine = fake_engine(num_blocks=25, max_seqs=4, max_step_tokens=96)
+    prompt = [*range(1, 33)]
+    engine.add(prompt, SamplingParams(1, ignore_eos=True), "ends")
+    engine.add(prompt, forever(max_tokens=60), "goes on")
+    engine.step()
+    engine.add([200 + i % 50 for i in range(64)], SamplingParams(1, ignore_eos=True), "other")  # takes its blocks
+    for _ in range(4):
+        engine.step()
+    (request,) = engine.scheduler.running
+    assert request.id == "goes on" and request.blocks[:8].tolist() == [*range(8, 16)]
+    assert engine.scheduler.prefix.lookup([*prompt, 99]).blocks == [*range(8, 16)]
 
 
 def test_a_refused_head_that_goes_away_does_not_keep_others_out() -> None:

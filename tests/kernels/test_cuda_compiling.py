@@ -23,7 +23,7 @@ from sparkdraft.core import Fallback
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.graphs import Graphs
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.cuda.runtime import compiling, ending
+from sparkdraft.kernels.cuda.runtime import compiling, ending, graph
 from sparkdraft.kernels.cuda.runtime.compiling import compile_ahead, only_compiling
 from sparkdraft.kernels.ops import AttentionParams
 from sparkdraft.weights.quant.stored import LEVELS, Coded, _level_values
@@ -260,12 +260,12 @@ def test_torch_is_told_of_a_capture_that_broke_off(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *where: told.append(("release", *where)))
-    monkeypatch.setattr(compiling, "_broken", [])
+    monkeypatch.setattr(graph, "_broken", [])
     ended, broken = SimpleNamespace(pool=lambda: (0, 1)), SimpleNamespace(pool=pool)
-    compiling._end(ended, 0, (0, 1))  # type: ignore[arg-type]
-    assert not told and not compiling._broken
-    compiling._end(broken, 0, (0, 1))  # type: ignore[arg-type]
-    assert told == [("end", 0, (0, 1)), ("release", 0, (0, 1))] and compiling._broken == [broken]
+    graph._end(ended, 0, (0, 1))  # type: ignore[arg-type]
+    assert not told and not graph._broken
+    graph._end(broken, 0, (0, 1))  # type: ignore[arg-type]
+    assert told == [("end", 0, (0, 1)), ("release", 0, (0, 1))] and graph._broken == [broken]
 
 
 def test_an_engine_says_why_its_kernels_are_compiled_one_by_one() -> None:

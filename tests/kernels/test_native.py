@@ -449,11 +449,12 @@ def test_all_that_a_layer_may_ask_for_is_recorded(activation: Activation) -> Non
 
 def test_an_operator_that_a_recording_would_miss_is_named() -> None:
     x, ones, first = torch.randn(2, 64), torch.ones(64), torch.tensor([0])
-    for name, step in {
-        "add": lambda: native.rms_norm(x, ones, 1e-5).add(1),
-        "__getitem__": lambda: native.rms_norm(x, ones, 1e-5)[first],
-        "cat": lambda: torch.cat((x, x)),
-    }.items():
+    gathers = ([0], first, True, ([0],), (first,), (slice(None), [0, 1]), (..., first))
+    for name, step in [
+        ("add", lambda: native.rms_norm(x, ones, 1e-5).add(1)),
+        *(("__getitem__", lambda by=by: native.rms_norm(x, ones, 1e-5)[by]) for by in gathers),
+        ("cat", lambda: torch.cat((x, x))),
+    ]:
         with pytest.raises(CannotCapture, match=name):
             native.Graph(step)
     native.rms_norm(x, ones, 1e-5)  # and the kernels are back in their places

@@ -26,6 +26,6 @@ def test_recordings_of_the_deepest_drafts_fit_what_is_planned(smollm2_path: Path
     prompts = [[100 * each + n for n in range(8)] for each in range(8)]
     llm.generate(prompts, SamplingParams(20, ignore_eos=True))  # the first drafts are 15: all of them could be kept
     taken = sum(size for each, size in arenas().items() if each not in before)
-    most, each = GRAPHS["native"]
-    planned = llm.engine.plan.memory.graphs - most * each * (30 + 2 * 5)  # layers of the target and of the drafter
+    limits, layers = GRAPHS["native"], 30 + 2 * 5  # of the target and of the drafter
+    planned = llm.engine.plan.memory.graphs - limits.most * limits.bytes_each * layers
     assert 0.8 * planned < taken < 1.1 * planned, (taken, planned)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXACT = "exact"  # the default: every other format is compared with it
 CALIBRATION = Path(__file__).parent.parent.parent / "assets" / "calibration.txt"  # any text, for formats that learn
+LEARNT_IDS = 1024  # of it that are read, at most: RoPE's tables have as many positions, however short the context is
 
 
 # ---- what is built
@@ -209,10 +210,11 @@ class KVFormat:
         ids: Sequence[int],
         scratch: KVCache,
         block_size: int,
+        positions: int,
         device: torch.device,
     ) -> Any:
         """Learns from a run of the model over these ids. forward: takes the fields of a step. scratch: an exact
-        cache."""
+        cache. positions: those that the model was made for. The context that is served must change nothing."""
         return None
 
     def build(self, job: Build) -> tuple[KVCache, list[CacheGroup]]:

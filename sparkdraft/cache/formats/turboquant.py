@@ -191,10 +191,11 @@ class TurboQuant(KVFormat):
         ids: Sequence[int],
         scratch: KVCache,
         block_size: int,
+        positions: int,
         device: torch.device,
     ) -> dict[int, Tensor] | None:
         """The mean key of each layer with attention; nothing is centred if there are too few ids to average."""
-        return key_centres(forward, ids, scratch, block_size, device) if len(ids) > SKIPPED else None
+        return key_centres(forward, ids, scratch, block_size, positions, device) if len(ids) > SKIPPED else None
 
     def build(self, job: Build) -> tuple[KVCache, list[CacheGroup]]:
         """job.learned: the centres of all layers with attention, by number, or None."""
@@ -431,8 +432,8 @@ class CodingErrors:
 #
 # A softmax does not see a centre, so the codes' bits describe only what differs between keys. It is learned from a
 # fixed text before the first request, so that no text depends on which request came first. Keys are averaged before
-# RoPE, and the mean is then rotated by the average over all positions of the context: pairs that RoPE turns fast
-# average to nearly zero, the slow ones remain, and none depends on the length of the fixed text.
+# RoPE, and the mean is then rotated by the average over all positions of the model: pairs that RoPE turns fast average
+# to nearly zero, the slow ones remain, and none depends on the length of the fixed text or of the context served.
 
 
 SKIPPED = 16  # tokens at the beginning, whose keys differ from all others
@@ -441,8 +442,8 @@ SKIPPED = 16  # tokens at the beginning, whose keys differ from all others
 class KeyMean:
     """One layer's cache that averages the keys written to it and passes every call on."""
 
-    def __init__(self, inner: LayerKV) -> None:
-        self.inner = inner
+    def __init__(self, inner: LayerKV, positions: int) -> None:
+        self.inner, self.positions = inner, positions
         self.centre: Tensor | None = None  # float32 [kv_heads, head_dim]
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
@@ -451,7 +452,7 @@ class KeyMean:
         heads, kv_heads = rope_args.num_heads, rope_args.num_kv_heads
         keys = qkv.view(qkv.shape[0], rope_args.projected_heads, -1)[SKIPPED:, heads : heads + kv_heads]
         normed = keys if rope_args.k_norm is None else rms_norm(keys, rope_args.k_norm, rope_args.eps)
-        self.centre = _rotated(normed.float().mean(0), rope_args.table)
+        self.centre = _rotated(normed.float().mean(0), rope_args.table, self.positions)
         self.inner.write(qkv, rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
@@ -459,25 +460,45 @@ class KeyMean:
 
 
 def key_centres(
-    forward: Callable[..., object], ids: Sequence[int], kv: KVCache, block_size: int, device: torch.device
+    forward: Callable[..., object],
+    ids: Sequence[int],
+    kv: KVCache,
+    block_size: int,
+    positions: int,
+    device: torch.device,
 ) -> dict[int, Tensor]:
     """The centre of each layer with attention, by its number: float32 [kv_heads, head_dim].
 
     kv: an exact cache for these ids, not needed afterwards. forward: runs the model over the fields of a step.
+    positions: of the model, over which the centres are averaged.
     """
     parts: list[Any] = list(kv.layers)
-    means = {i: KeyMean(part) for i, part in enumerate(parts) if hasattr(part, "attend")}
+    means = {i: KeyMean(part, positions) for i, part in enumerate(parts) if hasattr(part, "attend")}
     assert len(ids) > SKIPPED, f"{len(ids)} ids are too few to average"
-    tokens, positions, view = whole_text(ids, kv, block_size, device)
-    forward(tokens, positions, positions, view, [means.get(i, part) for i, part in enumerate(parts)])
+    tokens, places, view = whole_text(ids, kv, block_size, device)
+    forward(tokens, places, places, view, [means.get(i, part) for i, part in enumerate(parts)])
     return {i: layer.centre for i, layer in means.items() if layer.centre is not None}
 
 
-def _rotated(mean: Tensor, rope: Tensor) -> Tensor:
-    """The average over all positions of the context of the rotated mean."""
+def _rotated(mean: Tensor, rope: Tensor, positions: int) -> Tensor:
+    """The average of the rotated mean over this many positions."""
     import torch
 
-    cos, sin = rope.double().mean(0).float().chunk(2)
+    cos, sin = mean_turn(rope, positions).float().chunk(2)
     half = len(cos)
     a, b, rest = mean[:, :half], mean[:, half : 2 * half], mean[:, 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=1)
+
+
+def mean_turn(rope: Tensor, positions: int) -> Tensor:
+    """float64 [width]: the mean of the first rows of a RoPE table, which may have fewer, as a geometric sum: row p is
+    row 0 turned by p times the angle of row 1."""
+    import torch
+
+    start, step = (torch.complex(*row.double().chunk(2)) for row in rope[:2])
+    angle = (step / start).angle()
+    turns = angle.abs() > 1e-12  # a pair that RoPE does not turn stays where it is
+    half = (angle / 2).where(turns, 1.0)
+    shrunk = ((half * positions).sin() / half.sin() / positions).where(turns, 1.0)
+    mean = start * torch.polar(shrunk.abs(), angle * (positions - 1) / 2) * shrunk.sign()
+    return torch.cat((mean.real, mean.imag))

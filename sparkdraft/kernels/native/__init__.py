@@ -114,7 +114,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inte
 
 
 def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
-    return matrix.linear(rms_norm(normed.x, *normed.norm))
+    return matrix.linear(normed.applied(rms_norm))
 
 
 def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tensor:  # [rows, in] -> [rows, inter]
@@ -159,15 +159,14 @@ def norm_experts(
     normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation
 ) -> Tensor:
     y = empty(*normed.x.shape)
-    write_experts(y, rms_norm(normed.x, *normed.norm), *routing, gate_up, down, activation, add=False)
+    write_experts(y, normed.applied(rms_norm), *routing, gate_up, down, activation, add=False)
     return y
 
 
 def add_experts(
     normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation, then: Norm
 ) -> Normed:
-    x = rms_norm(normed.x, *normed.norm)
-    write_experts(normed.x, x, *routing, gate_up, down, activation, add=True)
+    write_experts(normed.x, normed.applied(rms_norm), *routing, gate_up, down, activation, add=True)
     return Normed(normed.x, then)
 
 

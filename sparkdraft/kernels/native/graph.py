@@ -93,6 +93,7 @@ class Graph:
         with _recorders(self, calls), _OnlyViews():
             self.output = run()
         self._array = (_Call * len(calls))(*calls)
+        self.nbytes = ctypes.sizeof(self._array)  # the arena is shared
 
     @property
     def kernels(self) -> list[str]:
@@ -133,7 +134,12 @@ class _OnlyViews(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
-        gathers = name == "__getitem__" and isinstance(args[1], Tensor)
-        if name not in HARMLESS or gathers:
+        if name not in HARMLESS or (name == "__getitem__" and not _is_view(args[1])):
             raise CannotCapture(name)
         return func(*args, **(kwargs or {}))
+
+
+def _is_view(index: Any) -> bool:
+    """Return whether indexing with it copies nothing: a list, a mask or a tensor gathers, also within a tuple."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or type(part) in (int, slice) for part in parts)

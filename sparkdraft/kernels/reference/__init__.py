@@ -102,7 +102,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> None:  # [rows, width] twice, or on
 
 
 def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
-    return matrix.linear(rms_norm(normed.x, *normed.norm))
+    return matrix.linear(normed.applied(rms_norm))
 
 
 def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tensor:  # [rows, in] -> [rows, inter]
@@ -110,7 +110,7 @@ def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tenso
 
 
 def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # float32 [rows, vocabulary]
-    logits = head.linear_float32(rms_norm(normed.x, *normed.norm))
+    logits = head.linear_float32(normed.applied(rms_norm))
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
@@ -140,7 +140,7 @@ def norm_route(
 def norm_experts(
     normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation
 ) -> Tensor:
-    x = rms_norm(normed.x, *normed.norm)
+    x = normed.applied(rms_norm)
     parts = torch.zeros(*routing.ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for number in routing.ids[routing.ids >= 0].unique().tolist():
         row, rank = (routing.ids == number).nonzero(as_tuple=True)

@@ -43,6 +43,7 @@ class Experts:
         return self.ops.norm_route(normed, self.router, spec.top_k, spec.renormalise, self.scale, step.live)
 
     def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
+        normed = normed_once(normed, self.ops)
         routing = self.route(normed, step)
         return self.ops.add_experts(normed, routing, self.gate_up, self.down, self.spec.activation, then)
 
@@ -68,10 +69,19 @@ class SharedExperts:
 
     def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
         ops = self.experts.ops
+        normed = normed_once(normed, ops)
         inside, down = self.mlp.result(normed)
         ops.sigmoid_gate(inside, ops.norm_linear(normed, self.gate))
         self.experts.add_to(normed, step, then)
         return ops.add_linear(normed.x, inside, down, then)
+
+
+def normed_once(normed: Normed, ops: Ops) -> Normed:
+    """The stream with its norm, which two to four matrices read here. Where the norm is part of their kernels, its
+    statistics are prepared already."""
+    if normed.scaled is not None or normed.whole is not None:
+        return normed
+    return normed._replace(whole=ops.rms_norm(normed.x, *normed.norm))
 
 
 LoadExperts = Callable[[DenseSpec | ExpertsSpec, ModelConfig, Loader, str, Ops], MLP]

@@ -27,47 +27,20 @@ from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.compiling import only_compiling
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
+from sparkdraft.kernels.cuda.runtime.timing import Launch, seconds
 from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed, Routing
 from sparkdraft.models.common.blocks import Decoder, GatedMLP
 from sparkdraft.models.common.experts import Experts
 from sparkdraft.weights.linear import Linear, WeightTiles
 
-COLD_BYTES = 256 << 20  # a graph reads this much at least, five times the L2 of an H200
 FEW = [(64, 2), (128, 2), (32, 1), (64, 4)]  # lines and warps over codes; all but the last run mma.sync
 SLICED = [(16, 4), (32, 4), (16, 8), (32, 2), (64, 2)]  # lines, and slices of 'in', a warp each
 WIDE = [(64, 2), (64, 4), (128, 4)]
-Launch = Callable[[], object]
 Say = Callable[[str], None]
 
 
 def say_now(text: str) -> None:
     print(text, flush=True)
-
-
-def seconds(launches: Sequence[Launch], goal: float = 0.1) -> float:
-    """Return the seconds per launch: the median of five timings of a graph that holds all launches."""
-    if not torch.cuda.is_available():  # in the interpreter
-        begin = time.perf_counter()
-        launches[-1]()
-        return time.perf_counter() - begin
-    launches[0]()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    begin_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def replay(times: int) -> float:
-        begin_event.record()
-        for _ in range(times):
-            graph.replay()
-        end_event.record()
-        end_event.synchronize()
-        return float(begin_event.elapsed_time(end_event)) / 1e3 / times / len(launches)
-
-    once = max(replay(2), 1e-7) * len(launches)
-    return sorted(replay(max(1, int(goal / 5 / once))) for _ in range(5))[2]
 
 
 def forget() -> None:

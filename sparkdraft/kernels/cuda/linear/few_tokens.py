@@ -389,7 +389,7 @@ def check_gain(gain: Tensor, dim: int, dtype: torch.dtype) -> None:
 
 def prepare(normed: Normed) -> tuple[Tensor, Tensor]:
     """x * gain [rows, dim] and the parts of its sums of squares [rows, parts], computed where they are missing."""
-    x, (gain, _), scaled, squares = normed
+    x, (gain, _), scaled, squares, _ = normed
     if scaled is not None and squares is not None:
         assert squares.is_contiguous() and squares.dtype == torch.float32, (squares.stride(), squares.dtype)
         return scaled, squares

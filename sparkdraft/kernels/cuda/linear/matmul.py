@@ -33,7 +33,7 @@ def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [row
         return few_tokens.norm_linear(normed, tiles)
     if matrix.parts and normed.x.shape[0] <= few_tokens.MOST_TOKENS:
         return torch.cat([norm_linear(normed, part) for part in matrix.parts], dim=-1)
-    return matrix.linear(rms_norm(normed.x, *normed.norm))
+    return matrix.linear(normed.applied(rms_norm))
 
 
 def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tensor:  # [rows, in] -> [rows, inter]
@@ -46,7 +46,7 @@ def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  
     if tiles := _few(normed.x, head):
         logits = few_tokens.norm_linear(normed, tiles, torch.float32)
     else:
-        logits = head.linear_float32(rms_norm(normed.x, *normed.norm))
+        logits = head.linear_float32(normed.applied(rms_norm))
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 

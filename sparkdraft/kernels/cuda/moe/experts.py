@@ -413,7 +413,7 @@ def run_gate_up(
         x, squares = prepare(normed)
         norm = parts_of(squares)
     else:
-        x, squares, norm = rms_norm(normed.x, *normed.norm), None, {"PARTS": 0, "BLOCK_P": 1}
+        x, squares, norm = normed.applied(rms_norm), None, {"PARTS": 0, "BLOCK_P": 1}
     weight, pairs = _Weight.of(gate_up, x), rows * top_k
     size, programs = (blocks.size, blocks.most) if blocks else (few_tokens.MOST_TOKENS, pairs)
     launch, options = weight.launch(*_few_or(GATE_UP, FEW_GATE_UP, size, rows, top_k), programs, x)

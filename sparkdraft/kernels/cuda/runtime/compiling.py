@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,10 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from sparkdraft.kernels.cuda.runtime.graph import no_garbage_collected
+from sparkdraft.kernels.cuda.runtime.graph import capturing
 from sparkdraft.util.this_machine import usable_cores
 
 compiled_late: list[str] = []  # why kernels are not compiled ahead in this process; after one failure it is not tried
-_broken: list[torch.cuda.CUDAGraph] = []  # graphs of failed captures, which torch may still ask about
 
 
 @contextmanager
@@ -62,20 +61,14 @@ def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
     compile when they run; after a lack of memory other steps are still tried."""
     if compiled_late:
         return
-    broke: Exception | None = None  # of the step; ending its capture may fail too, and says less
     try:
         with only_compiling(), _thrown_away():
-            try:
-                for step in steps:
-                    step()
-            except Exception as error:
-                broke = error
-                raise
+            for step in steps:
+                step()
     except Exception as error:  # of the step, of CUDA, of Triton or of its threads
-        first = broke or error
-        if not isinstance(first, torch.OutOfMemoryError):
-            words = str(first).partition("\n")[0]
-            compiled_late.append(f"compiling them ahead failed in this process: {type(first).__name__}: {words}")
+        if not isinstance(error, torch.OutOfMemoryError):
+            words = str(error).partition("\n")[0]
+            compiled_late.append(f"compiling them ahead failed in this process: {type(error).__name__}: {words}")
 
 
 @contextmanager
@@ -85,32 +78,15 @@ def _thrown_away() -> Iterator[None]:
     "relaxed", because a first run may load a library. The workspace of cuBLAS on its stream stays: torch holds it, and
     graphs captured on the same stream use it.
     """
-    device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # one that is not made ready for being launched
-    with (
-        warnings.catch_warnings(),
-        no_garbage_collected(),
-        torch.cuda.stream(torch.cuda.current_stream()),  # goes back to it, which a capture that fails does not
-    ):
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # where all launches are Triton's
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
+            with capturing(graph, torch.cuda.graph_pool_handle(), capture_error_mode="relaxed"):
                 yield
         finally:
-            _end(graph, device, pool)
             del graph
             torch.cuda.empty_cache()  # now, since the cache of a model may have left little
-
-
-def _end(graph: torch.cuda.CUDAGraph, device: int, pool: tuple[int, int]) -> None:
-    """Where CUDA broke a capture off, torch goes on to believe in it, and refuses the next."""
-    try:
-        graph.pool()
-    except RuntimeError:  # it has not ended well
-        _broken.append(graph)
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):  # not public
-            with suppress(RuntimeError, AttributeError):
-                getattr(torch._C, name)(device, pool)
 
 
 def _threads() -> ThreadPoolExecutor:
