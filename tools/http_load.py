@@ -1,11 +1,11 @@
-"""CPU time of the server per streamed token, without a model: the real API and the real engine process around a backend
-that writes words at a given pace.
+"""What HTTP costs where the engine costs nothing: `bench serve` on the real API and the real engine process, around a
+backend that writes a word per request at a given number of steps a second.
 
-A client process keeps the streams busy and reads the answers as bytes, so that it costs little. Printed are steps a
-second, CPU time of the API process per event, CPU time of the engine process per step, and the time between two steps
-of the backend, in which a GPU would wait for the host.
+Printed are the share of the tokens per second that such a backend can write of the same requests, CPU time of the API
+process per token and of the engine process per step, and the time between two steps of the backend, in which a GPU
+would wait for the host.
 
-    python tools/http_load.py [--streams 64] [--rate 160] [--seconds 8] [--kind chat] [--profile api.prof]
+    python tools/http_load.py [--streams 1,16,64] [--rate 160] [--requests 256] [--profile api.prof]
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import heapq
 import json
 import os
-import random
-import selectors
-import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,17 +27,18 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sparkdraft.backend import Report
+from sparkdraft.backend import BackendStatus, Report
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput
+from sparkdraft.operate.bench.traffic import Lengths, Traffic
 from sparkdraft.server.app import create_app
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineClient
 from sparkdraft.server.engine_process import main as engine_main
-from sparkdraft.server.run import Server, listen
+from sparkdraft.server.run import Server, address_of, listen
 from tests.server.echo_backend import EchoBackend, load_echo
 
 WORDS = [" the", " quick", " brown", " fox", ",", " jumps", " over", " a", " lazy", " dog", "."]
-PROMPT, OUTPUT = (64, 512), (100, 300)  # tokens, drawn from these ranges
+PROMPT, OUTPUT = "64:512", "100:300"  # tokens
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -48,11 +47,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Paced(EchoBackend):
-    """Writes a word for every request at each step, 'rate' steps a second (0: as fast as it can)."""
+    """Writes a word for every request at each step, 'rate' steps a second."""
 
     rate: float = 0.0
-    due: float = 0.0
-    returned: float = 0.0
+    due: float = 0.0  # when the next step ends
+    returned: float = 0.0  # when the last step ended, while requests run
     between: list[float] = field(default_factory=list)  # seconds from one step's end to the next one's start
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, grammar: Any = None) -> None:
@@ -62,11 +61,10 @@ class Paced(EchoBackend):
 
     def step(self) -> list[StepOutput]:
         begin = time.perf_counter()
-        if self.returned and not self.ended:
+        if self.returned:
             self.between.append(begin - self.returned)
-        if self.rate:
-            self.due = max(self.due + 1 / self.rate, begin - 0.05)
-            time.sleep(max(0.0, self.due - begin))
+        self.due = max(self.due + 1 / self.rate, begin)
+        time.sleep(self.due - begin)
         outputs, self.ended = self.ended, []
         for name, echo in list(self.running.items()):
             echo.left.pop()
@@ -75,67 +73,18 @@ class Paced(EchoBackend):
             outputs.append(StepOutput(name, 0, [7], word, finish, num_prompt=echo.num_prompt))
             if finish:
                 del self.running[name]
-        self.num_steps += 1
         self.returned = time.perf_counter() if self.running else 0.0
         return outputs
 
-    def status(self) -> Any:
-        status = super().status()
-        status.drafting["between"] = self.between
-        return status
-
-    def reset_counts(self) -> None:
-        super().reset_counts()
-        self.between = []
+    def status(self) -> BackendStatus:
+        return replace(super().status(), drafting={"between": self.between})
 
 
 def load(options: dict[str, Any], report: Report) -> Paced:
     info = load_echo(options, report).info
-    object.__setattr__(info, "max_model_len", 1024)
-    info.plan_facts["max_seqs"] = 1024
-    return Paced(info, rate=options["rate"])
-
-
-# ---- the clients
-
-
-def request_of(kind: str, port: int, generator: random.Random) -> tuple[bytes, int]:
-    prompt, output = generator.randint(*PROMPT), generator.randint(*OUTPUT)
-    body: dict[str, Any] = {"max_tokens": output, "stream": True, "temperature": 0.6, "top_p": 0.95}
-    if kind == "chat":
-        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "x" * prompt}]
-    else:
-        path, body["prompt"] = "/v1/completions", [33] * prompt
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data, output
-
-
-def run_clients(port: int, streams: int, seconds: float, kind: str) -> dict[str, int]:
-    """Keep all streams busy for so long, and count what arrives."""
-    selector, generator = selectors.DefaultSelector(), random.Random(1)
-    events = reads = requests = 0
-    tails: dict[socket.socket, bytes] = {}
-    for _ in range(streams):
-        connection = socket.create_connection(("127.0.0.1", port))
-        connection.sendall(request_of(kind, port, generator)[0])
-        selector.register(connection, selectors.EVENT_READ)
-        tails[connection] = b""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for key, _ in selector.select(0.1):
-            connection = key.fileobj
-            assert isinstance(connection, socket.socket)
-            data = connection.recv(1 << 16)
-            assert data, "the server closed a connection"
-            reads += 1
-            events += data.count(b"data: {")
-            tails[connection] = (tails[connection] + data)[-40:]
-            if tails[connection].endswith(b"0\r\n\r\n") and b"[DONE]" in tails[connection]:
-                requests += 1
-                tails[connection] = b""
-                connection.sendall(request_of(kind, port, generator)[0])
-    return {"events": events, "reads": reads, "requests": requests}
+    return Paced(
+        replace(info, max_model_len=1024, vocab_size=30_000, plan_facts={"max_seqs": 1024}), rate=options["rate"]
+    )
 
 
 # ---- the API, and the measurement
@@ -146,68 +95,67 @@ def cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
+def could_be(streams: int, requests: int, rate: float) -> float:
+    """Tokens a second of these requests if each began in the step after the last one's end."""
+    planned = Traffic(Lengths.read("", PROMPT), Lengths.read("", OUTPUT), requests).plan(streams)
+    ends = [0] * streams
+    for each in planned:
+        heapq.heapreplace(ends, ends[0] + each.output_len)
+    return sum(each.output_len for each in planned) * rate / max(ends)
+
+
+async def bench(url: str, streams: int, requests: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "sparkdraft.cli.main", "bench", "serve", "--url", url, "--prompt-len", PROMPT]
+    command += ["--output-len", OUTPUT, "--concurrency", str(streams), "--requests", str(requests)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    work = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env=environment)
+    said, _ = await work.communicate()
+    return dict(json.loads(said.splitlines()[-1])["rows"][0])
+
+
+async def measure(args: argparse.Namespace, streams: int) -> str:
     config = ServerConfig(port=0, watchdog=False, max_queue=1024)
     listener = listen(config)
-    port = listener.getsockname()[1]
-    client = EngineClient(
-        {"model": "load", "rate": args.rate}, command=(sys.executable, str(Path(__file__).resolve()), "--engine")
-    )
-    server = Server(create_app(config, client), config)
+    command = (sys.executable, str(Path(__file__).resolve()), "--engine")
+    client = EngineClient({"model": "load", "rate": args.rate}, command=command)
+    server = Server(create_app(config, client, warms_up=False), config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.service.ready:
         await asyncio.sleep(0.05)
-    command = [sys.executable, __file__, "--clients", str(port), "--kind", args.kind]
-    command += ["--streams", str(args.streams), "--seconds", str(args.seconds)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    client.count_anew()
-    profile = cProfile.Profile() if args.profile else None
     assert client.pid is not None
-    own, engine, begin = time.process_time(), cpu_of(client.pid), time.perf_counter()
-    if profile:
-        profile.enable()
-    work = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env=environment)
-    said, _ = await work.communicate()
-    if profile:
-        profile.disable()
-        profile.dump_stats(args.profile)
-    seconds = time.perf_counter() - begin
+    own, engine = time.process_time(), cpu_of(client.pid)
+    row = await bench(address_of(listener), streams, args.requests)
     own, engine = time.process_time() - own, cpu_of(client.pid) - engine
     status = await client.status()
     server.should_exit = True
     await serving
-    counted = json.loads(said)
     between = sorted(status["drafting"]["between"])
-    steps = status["steps"]
-    return counted | {
-        "steps_per_s": steps / args.seconds,
-        "tok_s": counted["events"] / args.seconds,
-        "api_us_per_event": own / counted["events"] * 1e6,
-        "api_cpu": own / seconds,
-        "engine_us_per_step": engine / steps * 1e6,
-        "between_us_p50": median(between) * 1e6,
-        "between_us_p99": between[int(0.99 * len(between))] * 1e6,
-        "reads_per_event": counted["reads"] / counted["events"],
-    }
+    share = row["tok_s"] / could_be(streams, args.requests, args.rate)
+    high = between[int(0.99 * len(between))]
+    return (
+        f"{streams:7} {row['tok_s']:8.0f} {share:6.1%} {1e6 * own / status['tokens_generated']:13.1f} "
+        f"{1e6 * engine / status['steps']:14.0f} {1e6 * median(between):11.0f} / {1e6 * high:.0f}"
+    )
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--engine"]:
         return engine_main(sys.argv[2:], load)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=160.0, help="steps a second; 0: as many as possible")
-    parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--kind", default="chat", choices=["chat", "completion"])
-    parser.add_argument("--profile", default="", metavar="FILE")
-    parser.add_argument("--clients", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--streams", default="1,16,64")
+    parser.add_argument("--rate", type=float, default=160.0, help="steps a second (default 160)")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--profile", default="", metavar="FILE", help="write a profile of the API process there")
     args = parser.parse_args()
-    if args.clients:
-        print(json.dumps(run_clients(args.clients, args.streams, args.seconds, args.kind)))
-        return
-    found = asyncio.run(measure(args))
-    for name, value in found.items():
-        print(f"{name:>20} {value:12.2f}")
+    print("streams    tok/s  share  API us/token engine us/step  between steps us p50 / p99")
+    profile = cProfile.Profile()
+    for streams in map(int, args.streams.split(",")):
+        if args.profile:
+            profile.enable()
+        print(asyncio.run(measure(args, streams)), flush=True)
+        profile.disable()
+    if args.profile:
+        profile.dump_stats(args.profile)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Requests of drawn lengths, as they come from many clients: over HTTP for `bench serve --prompt-len 64:512`, and in
 this process for `bench offline --prompt-len 64:512`.
 
-Equal flags draw equal requests, so the second's tokens per second are what the first could reach.
+Equal flags draw equal lengths and arrivals, so the second's tokens per second are what the first could reach.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_traffic_flags(parser: ArgumentParser) -> None:
     )
     # not args.seed, which is a sampling parameter
     group.add_argument(
-        "--seed", dest="traffic_seed", type=int, default=0, metavar="N", help="of lengths, ids and arrivals (default 0)"
+        "--seed", dest="traffic_seed", type=int, default=0, metavar="N", help="of lengths and arrivals (default 0)"
     )
 
 

@@ -2,7 +2,7 @@
 of them.
 
 The same requests can be sent to a server (streaming.py) and to an engine in this process (in_process.py), so the ratio
-of the two is what HTTP costs. Prompts are random ids, which no prefix cache knows. No torch.
+of the two is what HTTP costs. Prompts are ids that are new in every run, so no prefix cache knows them. No torch.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Traffic:
         return self.requests or max(FEWEST, PER_STREAM * streams)
 
     def plan(self, streams: int, vocab_size: int = IDS[1], warm: bool = False) -> list[Planned]:
-        """Draw the requests. The same seed gives the same requests, and a longer plan begins like a shorter one. warm:
-        others of the same kind, all there at once, twice as many as run at once."""
-        lengths, arrivals, ids = (np.random.default_rng([self.seed, warm, part]) for part in range(3))
+        """Draw the requests. The same seed gives the same lengths and arrivals, and a longer plan begins like a shorter
+        one. warm: others of the same kind, all there at once, twice as many as run at once."""
+        lengths, arrivals = (np.random.default_rng([self.seed, warm, part]) for part in range(2))
+        ids = np.random.default_rng()
         low, high = IDS if vocab_size >= IDS[1] else (0, vocab_size)
         planned, at = [], 0.0
         for _ in range(2 * streams if warm else self.count(streams)):
