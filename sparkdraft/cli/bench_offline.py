@@ -84,6 +84,8 @@ def run(args: Namespace) -> int:
     if ":" in args.prompt_len:
         return _run_traffic(args)
     bench_traffic.check_unused(args)
+    if args.requests:
+        raise UserError("--requests is for requests of drawn lengths: give their range, such as --prompt-len 64:512")
     args.concurrency = args.concurrency or "1,4"
     args.output_len = one_length(args.output_len)
     streams, prompts = streams_of(args), numbers("--prompt-len", args.prompt_len)

@@ -73,7 +73,7 @@ def read_traffic(args: Namespace) -> Traffic:
     return Traffic(prompt_len, output_len, args.requests, args.request_rate, args.traffic_seed, sampling, limits)
 
 
-def streams_at_once(traffic: Traffic, streams: list[int] | None, default: list[int]) -> list[int]:
+def streams_at_once(traffic: Traffic, streams: list[int], default: list[int]) -> list[int]:
     """The streams of each row. Arrivals at a rate are held back only by a --concurrency that was given."""
     if streams:
         return streams

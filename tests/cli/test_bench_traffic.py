@@ -46,7 +46,7 @@ def test_lengths_and_ids_are_drawn_from_their_ranges_by_the_seed() -> None:
     assert all(0 <= token < 300 for each in TRAFFIC.plan(64, vocab_size=300) for token in each.prompt)
     assert shapes(TRAFFIC.plan(4)) == shapes(planned)[:32] and {each.at for each in planned} == {0.0}
     assert shapes(Traffic(*both(), seed=1).plan(64)) != shapes(planned) != shapes(TRAFFIC.plan(64, warm=True))[:512]
-    assert len(TRAFFIC.plan(3, warm=True)) == 6
+    assert len(TRAFFIC.plan(3, warm=True)) == 6 and len(TRAFFIC.plan(999, warm=True)) == 128
     assert TRAFFIC.plan(64)[0].prompt != planned[0].prompt, "a prefix cache would know the prompts of an earlier run"
 
 
@@ -260,6 +260,7 @@ def test_a_server_that_fails_every_time_is_one_sentence(
         (["serve", "--request-rate", "3"], "--request-rate is for requests of drawn lengths"),
         (["serve", "--goodput", "ttft:3"], "--goodput is for requests of drawn lengths"),
         (["offline", "--seed", "3"], "--seed is for requests of drawn lengths"),
+        (["offline", "--requests", "3"], "--requests is for requests of drawn lengths"),
         (["offline", "--output-len", "3:9"], "--output-len is '3:9'; give one number"),
         (["offline", *DRAWN, "--synthetic-acceptance", "3"], "--synthetic-acceptance is for requests of one length"),
     ],

@@ -21,6 +21,7 @@ IDS = (1_000, 30_000)  # ids of prompts: nearly all vocabularies have them, and 
 QUANTILES = (50, 90, 99)
 LIMITS = ("ttft", "tpot", "e2el")  # vLLM's names: to the first token, per token after it, to the end
 PER_STREAM, FEWEST = 8, 16  # requests, unless their number is given
+MOST_WARM = 128  # requests of a warm-up
 Answered = Callable[[], None]
 
 
@@ -64,12 +65,12 @@ class Traffic:
 
     def plan(self, streams: int, vocab_size: int = IDS[1], warm: bool = False) -> list[Planned]:
         """Draw the requests. The same seed gives the same lengths and arrivals, and a longer plan begins like a shorter
-        one. warm: others of the same kind, all there at once, twice as many as run at once."""
+        one. warm: others of the same kind, all there at once, two per stream."""
         lengths, arrivals = (np.random.default_rng([self.seed, warm, part]) for part in range(2))
         ids = np.random.default_rng()
         low, high = IDS if vocab_size >= IDS[1] else (0, vocab_size)
         planned, at = [], 0.0
-        for _ in range(2 * streams if warm else self.count(streams)):
+        for _ in range(min(2 * streams, MOST_WARM) if warm else self.count(streams)):
             prompt_len = int(lengths.integers(self.prompt_len.low, self.prompt_len.high, endpoint=True))
             output_len = int(lengths.integers(self.output_len.low, self.output_len.high, endpoint=True))
             planned.append(Planned(at, ids.integers(low, high, prompt_len).tolist(), output_len))
