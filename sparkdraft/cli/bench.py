@@ -12,9 +12,17 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli import bench_depth, bench_formats, bench_offline, bench_speed
+from sparkdraft.cli import bench_depth, bench_formats, bench_offline, bench_speed, bench_traffic
 from sparkdraft.cli.bench_offline import numbers
-from sparkdraft.cli.options import add_engine_flags, check_least, engine_options, load_llm, temperature_list
+from sparkdraft.cli.options import (
+    add_engine_flags,
+    add_sampling_group,
+    check_least,
+    engine_options,
+    given_sampling,
+    load_llm,
+    temperature_list,
+)
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.util.progress import progress
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
     from sparkdraft.llm import LLM
     from sparkdraft.operate.bench.serve import Settings
 
+STREAMS = [1, 4, 8, 16]
+MOST_STREAMS = 1024
 HELP = "measure speed"
 EXAMPLES = """examples:
   sparkdraft bench offline
@@ -37,6 +47,9 @@ EXAMPLES = """examples:
   sparkdraft bench kv --formats fp8,k4v3,k5v4                                  (what smaller KV caches cost and hold)
   sparkdraft bench weights --formats fp8,int4                                 (what quantised weights cost)
   sparkdraft bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --classes code,prose --out results
+  sparkdraft bench serve --prompt-len 64:512 --output-len 100:300 --concurrency 1,16,64 --temperature 0.6 --top-p 0.95
+  sparkdraft bench serve --prompt-len 64:512 --output-len 100:300 --request-rate 20 --goodput ttft:150 tpot:20
+  sparkdraft bench offline --prompt-len 64:512 --output-len 100:300 --concurrency 1,16,64     (the same without HTTP)
   sparkdraft bench long-prompt                                                 (gaps of 8 streams while it is read)
   sparkdraft bench check-speed --only paused-drafter,drafted-code              (ratios against what is expected)
 """
@@ -65,19 +78,51 @@ def _configure_serve(serve: ArgumentParser) -> None:
     serve.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
     serve.add_argument("--api-key", default="", help="its key, if it wants one (default: SPARKDRAFT_API_KEY)")
     serve.add_argument("--model", default="", help="a model that it serves (default: the first)")
-    serve.add_argument("--concurrency", default="1,4,8,16", help="streams at once, a list (default 1,4,8,16)")
+    serve.add_argument("--concurrency", default="", help="streams at once, a list (default 1,4,8,16)")
     serve.add_argument("--classes", default="", help="classes of prompts, a list (default: all)")
-    serve.add_argument("--output-len", type=int, default=256, help="most tokens per answer (default 256)")
-    serve.add_argument("--requests", type=int, default=0, help="requests per class (default: 8, or as many as streams)")
-    serve.add_argument("--temperature", type=float, default=0.0, help="default 0")
+    serve.add_argument(
+        "--prompt-len", default="", metavar="RANGE", help="instead of classes, prompts of random ids: 64:512, or 256"
+    )
+    serve.add_argument("--output-len", default="256", help="most tokens per answer; with --prompt-len also a range")
+    serve.add_argument(
+        "--requests",
+        type=int,
+        default=0,
+        help="requests per class (default: 8, or as many as streams); with --prompt-len in all (default: 8 per stream)",
+    )
     serve.add_argument("--ignore-eos", action="store_true", help="write up to --output-len, past the model's own end")
     serve.add_argument("--out", default="", metavar="FOLDER", help="write serve.json and serve.md there")
+    add_sampling_group(serve, SamplingParams(), bench_traffic.SAMPLED)
+    bench_traffic.add_traffic_flags(serve)
 
 
 def _serve(args: Namespace) -> int:
     from sparkdraft.operate.bench import serve
 
-    settings, folder = _serve_settings(args), Path(args.out) if args.out else None
+    _check_sampling(args)
+    report, table, status = (_over_traffic if args.prompt_len else _over_classes)(args)
+    print(table + "\n")
+    for path in serve.write(report, table, Path(args.out)) if args.out else ():
+        print(f"wrote {path}")
+    print(json.dumps(report))
+    return status
+
+
+def _over_traffic(args: Namespace) -> tuple[dict[str, Any], str, int]:
+    if args.classes:
+        raise UserError("--classes names prompts and --prompt-len draws them: give one of the two")
+    traffic = bench_traffic.read_traffic(args)
+    streams = bench_traffic.streams_at_once(traffic, _serve_streams(args), STREAMS)
+    url, key = _server(args)
+    _make_folder(args.out)
+    return bench_traffic.over_http(url, key, args.model, streams, traffic)
+
+
+def _over_classes(args: Namespace) -> tuple[dict[str, Any], str, int]:
+    from sparkdraft.operate.bench import serve
+
+    bench_traffic.check_unused(args)
+    settings = _serve_settings(args)
     result, status = serve.Result(settings), 0
     try:
         with progress(f"asking {settings.url}") as meter:
@@ -87,39 +132,56 @@ def _serve(args: Namespace) -> int:
             raise
         status = 130  # what was measured so far is still worth having
     found = serve.summary(result)
-    print(serve.markdown(found) + "\n")
-    for path in serve.write(found, folder) if folder else ():
-        print(f"wrote {path}")
-    print(json.dumps(found))
-    return status
+    return found, serve.markdown(found), status
 
 
 def _serve_settings(args: Namespace) -> Settings:
     """Refuse what cannot be measured, before anything is sent."""
-    from sparkdraft.operate.bench.serve import Settings, read_prompts, server_root
+    from sparkdraft.operate.bench.serve import Settings, read_prompts
 
+    args.output_len = bench_offline.one_length(args.output_len)
     check_least(args, output_len=8, requests=0)
-    if not 0 <= args.temperature <= 2:
-        raise UserError(f"--temperature is {args.temperature:g}; it must be from 0 to 2")
     classes = tuple(dict.fromkeys(name.strip() for name in args.classes.split(",") if name.strip()))
-    streams = tuple(dict.fromkeys(numbers("--concurrency", args.concurrency)))
-    if max(streams) > 1024:
-        raise UserError(f"--concurrency is '{args.concurrency}'; at most 1024 streams run at once")
-    if 0 < args.requests < max(streams):
+    streams, (url, key) = tuple(_serve_streams(args) or STREAMS), _server(args)
+    read_prompts(classes)
+    _make_folder(args.out)
+    sampling = given_sampling(args)
+    return Settings(url, key, args.model, streams, classes, args.output_len, args.requests, sampling, args.ignore_eos)
+
+
+def _server(args: Namespace) -> tuple[str, str]:
+    from sparkdraft.operate.bench.serve import server_root
+
+    return server_root(args.url), args.api_key or os.environ.get("SPARKDRAFT_API_KEY", "")
+
+
+def _serve_streams(args: Namespace) -> list[int]:
+    """Read --concurrency; empty if it is not given."""
+    streams = list(dict.fromkeys(numbers("--concurrency", args.concurrency))) if args.concurrency else []
+    if max(streams, default=0) > MOST_STREAMS:
+        raise UserError(f"--concurrency is '{args.concurrency}'; at most {MOST_STREAMS} streams run at once")
+    if 0 < args.requests < max(streams, default=0):
         raise UserError(
             f"--requests is {args.requests}, too few for {max(streams)} streams at once: ask for as many or more, or "
             "give fewer streams (--concurrency)"
         )
-    url, key = server_root(args.url), args.api_key or os.environ.get("SPARKDRAFT_API_KEY", "")
-    read_prompts(classes)
-    if args.out:
-        try:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-            (Path(args.out) / "serve.md").touch()
-        except OSError as error:
-            raise UserError(f"--out is {args.out}, which cannot be written to: {error.strerror}") from None
-    sampling = {"temperature": args.temperature, "ignore_eos": args.ignore_eos}
-    return Settings(url, key, args.model, streams, classes, args.output_len, args.requests, **sampling)
+    return streams
+
+
+def _check_sampling(args: Namespace) -> None:
+    if args.temperature is not None and not 0 <= args.temperature <= 2:
+        raise UserError(f"--temperature is {args.temperature:g}; it must be from 0 to 2")
+    SamplingParams(**given_sampling(args))
+
+
+def _make_folder(out: str) -> None:
+    if not out:
+        return
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "serve.md").touch()
+    except OSError as error:
+        raise UserError(f"--out is {out}, which cannot be written to: {error.strerror}") from None
 
 
 def _accept(args: Namespace) -> int:

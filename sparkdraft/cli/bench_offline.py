@@ -11,6 +11,8 @@ from argparse import ArgumentParser, Namespace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.cli import bench_traffic
+from sparkdraft.cli.bench_traffic import SAMPLED
 from sparkdraft.cli.console import show_fallbacks
 from sparkdraft.cli.options import (
     add_engine_flags,
@@ -44,9 +46,6 @@ EXPERTS = (
 )
 
 
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-
-
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", default="", help="random weights of a named shape instead of a model")
     parser.add_argument(
@@ -66,15 +65,29 @@ def configure(parser: ArgumentParser) -> None:
         metavar="LENGTH",
         help="ids per step that drafting is assumed to commit on average, including the target's own",
     )
-    parser.add_argument("--concurrency", "--batch", default="1,4", help="streams at once, a list (default 1,4)")
-    parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
+    parser.add_argument("--concurrency", "--batch", default="", help="streams at once, a list (default 1,4)")
+    parser.add_argument(
+        "--prompt-len",
+        default="128",
+        help="tokens of prompt, a list (default 128); a range such as 64:512 runs whole requests of drawn lengths, the "
+        "same as `bench serve` with these flags",
+    )
+    parser.add_argument("--output-len", default="64", help="tokens of output (default 64); a range with drawn lengths")
+    parser.add_argument("--requests", type=int, default=0, help="requests of drawn lengths (default: 8 per stream)")
     add_sampling_group(parser, SamplingParams(), SAMPLED)
+    bench_traffic.add_traffic_flags(parser)
     # spec: off, or with --drafter-shape the whole block
     add_engine_flags(parser, without=("prefix_cache", "ngram", "count_ids"), spec="")
 
 
 def run(args: Namespace) -> int:
+    if ":" in args.prompt_len:
+        return _run_traffic(args)
+    bench_traffic.check_unused(args)
+    if args.requests:
+        raise UserError("--requests is for requests of drawn lengths: give their range, such as --prompt-len 64:512")
+    args.concurrency = args.concurrency or "1,4"
+    args.output_len = one_length(args.output_len)
     streams, prompts = streams_of(args), numbers("--prompt-len", args.prompt_len)
     acceptance, draft = _check(args)
     args.max_seqs = args.max_seqs or max(streams)
@@ -122,6 +135,24 @@ def run(args: Namespace) -> int:
     return 0
 
 
+def _run_traffic(args: Namespace) -> int:
+    """Run whole requests of drawn lengths. The engine has the server's room, except for what flags say."""
+    if args.synthetic_acceptance is not None:
+        raise UserError("--synthetic-acceptance is for requests of one length: give --prompt-len no range")
+    traffic, (_, draft) = bench_traffic.read_traffic(args), _check(args)
+    given = numbers("--concurrency", args.concurrency) if args.concurrency else []
+    streams = bench_traffic.streams_at_once(traffic, given, [1, 4])
+    engine, _, label = make_engine(args, draft)
+    bench_traffic.in_process(engine, label, streams, traffic)
+    return 0
+
+
+def one_length(text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"--output-len is '{text}'; give one number, or a range together with one of --prompt-len")
+    return int(text)
+
+
 def numbers(flag: str, text: str, least: int = 1) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
@@ -154,7 +185,8 @@ def drafted_ids(engine: Engine) -> int | None:
 
 def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     """Refuse what cannot be measured, before any weight is made; fills in the depth that --spec left open."""
-    check_least(args, output_len=8)
+    if isinstance(args.output_len, int):
+        check_least(args, output_len=8)
     if args.synthetic_acceptance is not None and not args.drafter_shape:
         raise UserError("--synthetic-acceptance needs drafts to accept: name a drafter with --drafter-shape dflash-5x")
     if args.drafter_shape and not args.shape:

@@ -1,7 +1,8 @@
 """The API's side of the process boundary: starts the engine process, talks to it, and restarts it when it dies.
 
 The two share a socket pair, so each sees at once when the other is gone: the child exits, or the parent fails what was
-in flight and starts a new child. One asyncio protocol hands each event to the queue of its request.
+in flight and starts a new child. One asyncio protocol puts each event into the mailbox of its request; a reader takes
+all that are there at once.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any
 
 from sparkdraft.backend import ModelInfo
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import SamplingParams
+from sparkdraft.core import SamplingParams, StepOutput
 from sparkdraft.operate.canary.run import unchecked
 from sparkdraft.server import messages
-from sparkdraft.server.messages import Message, TokenEvent
+from sparkdraft.server.messages import Message
 
 log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: import nothing from the current folder
@@ -298,7 +299,7 @@ class EngineClient:
 
     def _fail_all(self, sentence: str, retryable: bool) -> None:
         for mailbox in self._mailboxes.values():
-            mailbox.queue.put_nowait(EngineError(sentence, retryable, self.retry_after))
+            mailbox.fail(EngineError(sentence, retryable, self.retry_after))
         for future in self._questions.values():
             if not future.done():
                 future.set_exception(EngineError(sentence, retryable, self.retry_after))
@@ -333,7 +334,7 @@ class EngineClient:
             case messages.Refused():
                 mailbox = self._mailboxes.get(message.id)
                 if mailbox is not None:
-                    mailbox.queue.put_nowait(_refusal(message))
+                    mailbox.fail(_refusal(message))
                     self._forget(message.id)
             case messages.Status():
                 future = self._questions.get(message.id)
@@ -352,14 +353,13 @@ class EngineClient:
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the API")
 
-    def _deliver(self, event: TokenEvent) -> None:
-        mailbox = self._mailboxes.get(event.id)
+    def _deliver(self, event: StepOutput) -> None:
+        mailbox = self._mailboxes.get(event.request_id)
         if mailbox is None:  # the client that asked has left
             return
-        mailbox.queue.put_nowait(event)
-        mailbox.left -= event.finish is not None
+        mailbox.put(event)
         if not mailbox.left:
-            self._forget(event.id)
+            self._forget(event.request_id)
 
     def _forget(self, id: str) -> None:
         del self._mailboxes[id]
@@ -414,29 +414,53 @@ class Mailbox:
     by the garbage collector is then noticed."""
 
     left: int  # how many of its n texts have not ended
-    queue: asyncio.Queue[TokenEvent | EngineError] = field(default_factory=asyncio.Queue)
+    events: list[StepOutput] = field(default_factory=list)
+    error: EngineError | None = None  # comes after the events
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, event: StepOutput) -> None:
+        self.events.append(event)
+        if event.finish:
+            self.left -= 1
+        self._arrived.set()
+
+    def fail(self, error: EngineError) -> None:
+        self.error = error
+        self._arrived.set()
+
+    async def take(self) -> list[StepOutput]:
+        """Wait for at least one event and return all that are there. Raises the error that ended the request."""
+        while not self.events:
+            if self.error is not None:
+                raise self.error
+            self._arrived.clear()
+            await self._arrived.wait()
+        events, self.events = self.events, []
+        return events
 
 
-class TokenStream(AsyncIterator[TokenEvent]):
-    """Yields the events of one request, to its end. Closing, cancelling or dropping it earlier aborts the request."""
+class TokenStream(AsyncIterator[list[StepOutput]]):
+    """Yields the events of one request, to its end: each time all that have arrived, which are those of one step where
+    the reader keeps up. Closing, cancelling or dropping it earlier aborts the request."""
 
     def __init__(self, client: EngineClient, id: str, mailbox: Mailbox) -> None:
         self.id = id
         self._client, self._mailbox, self._left = client, mailbox, mailbox.left
 
-    async def __anext__(self) -> TokenEvent:
+    async def __anext__(self) -> list[StepOutput]:
         if not self._left:
             raise StopAsyncIteration
         try:
-            item = await self._mailbox.queue.get()
+            events = await self._mailbox.take()
         except asyncio.CancelledError:
             self.close()
             raise
-        if isinstance(item, EngineError):
+        except EngineError:
             self._left = 0
-            raise item
-        self._left -= item.finish is not None
-        return item
+            raise
+        for event in events:
+            self._left -= event.finish is not None
+        return events
 
     def close(self) -> None:
         if self._left:

@@ -31,7 +31,7 @@ from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutpu
 from sparkdraft.operate.canary.findings import GRAMMARS
 from sparkdraft.operate.canary.run import Canary
 from sparkdraft.server import messages
-from sparkdraft.server.messages import Message, TokenEvent
+from sparkdraft.server.messages import Message
 from sparkdraft.text import template
 
 MOST_UNSENT = 1 << 20  # bytes that the API may be behind before steps wait for it
@@ -158,21 +158,25 @@ class EngineLoop:
             self._handle(inbox.get())
 
     def _send(self, outputs: list[StepOutput]) -> None:
+        """Send what a step wrote as one message. The GPU may wait meanwhile, so a text that goes on costs little."""
         outputs = [output for output in outputs if output.request_id in self._open]  # others were refused half added
         if not outputs:
             return
+        self.wire.send(messages.Tokens(outputs))
         self._counts["steps"] += 1
+        self._counts["tokens_generated"] += sum([len(output.ids) for output in outputs])
         for output in outputs:
-            self._counts["tokens_generated"] += len(output.ids)
             if output.finish:
-                self._finished[output.finish] += 1
-                self._open[output.request_id] -= 1
-                if not self._open[output.request_id]:
-                    del self._open[output.request_id]
-                if output.index == 0:  # its siblings have the same prompt
-                    self._counts["prompt_tokens"] += output.num_prompt
-                    self._counts["cached_prompt_tokens"] += output.num_cached
-        self.wire.send(messages.Tokens([TokenEvent.of(output) for output in outputs]))
+                self._count_end(output, output.finish)
+
+    def _count_end(self, output: StepOutput, finish: FinishReason) -> None:
+        self._finished[finish] += 1
+        self._open[output.request_id] -= 1
+        if not self._open[output.request_id]:
+            del self._open[output.request_id]
+        if output.index == 0:  # its siblings have the same prompt
+            self._counts["prompt_tokens"] += output.num_prompt
+            self._counts["cached_prompt_tokens"] += output.num_cached
 
     def _handle(self, message: Message | Compiled) -> None:
         match message:

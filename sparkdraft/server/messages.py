@@ -75,31 +75,9 @@ class Ready:
     info: ModelInfo
 
 
-@dataclass(slots=True)  # not frozen: there is one per request and step, and frozen ones take three times as long
-class TokenEvent:
-    """The addition of one step to one of a request's n texts: a StepOutput in transit."""
-
-    id: str
-    index: int
-    ids: list[int]
-    text: str
-    finish: FinishReason | None = None
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_accepted: int = 0  # how many of its ids, from the front, were accepted drafts
-    speculation: dict[str, Any] | None = None
-    stop_reason: str | None = None
-
-    @classmethod
-    def of(cls, output: StepOutput) -> TokenEvent:
-        return cls(*_output_fields(output))
-
-
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    events: list[TokenEvent] = field(default_factory=list)  # of one step
+    events: list[StepOutput] = field(default_factory=list)  # of one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +112,25 @@ class Dying:
 
 Message = ToEngine | Loading | Ready | Tokens | Refused | Status | Pong | Dying
 KINDS: dict[str, Callable[..., Message]] = {kind.__name__: kind for kind in get_args(Message)}
-_event_fields = attrgetter(*(f.name for f in fields(TokenEvent)))
-_output_fields = attrgetter("request_id", *(f.name for f in fields(TokenEvent)[1:]))
+# An output is sent as an array of its fields. Nearly all outputs only add text, and are sent without the other fields.
+ADDED = ("request_id", "index", "ids", "text", "num_prompt", "num_cached", "num_accepted")
+OTHERS = tuple(f.name for f in fields(StepOutput) if f.name not in ADDED)
+_added, _others = attrgetter(*ADDED), attrgetter(*OTHERS)
+_NOTHING = (None,) * len(OTHERS)
 
 
 # ---- the codec
 
 
 def encode(message: Message) -> bytes:
-    values = [list(map(_event_fields, message.events))] if isinstance(message, Tokens) else _values(message)
+    values = [list(map(_output, message.events))] if isinstance(message, Tokens) else _values(message)
     return _encoder.encode([type(message).__name__, *values]).encode("ascii") + b"\n"
 
 
 def decode(line: bytes) -> Message:
     name, *values = json.loads(line)
     if name == "Tokens":
-        return Tokens([_token_event(*event) for event in values[0]])
+        return Tokens([_step_output(*row) for row in values[0]])
     if name == "Ready":
         return Ready(ModelInfo(*values[0]))
     return KINDS[name](*values)
@@ -203,19 +184,28 @@ def _values(item: Any) -> list[Any]:
     return [getattr(item, name) for name in item.__slots__]
 
 
-def _token_event(
-    id: str, index: int, ids: list[int], text: str, finish: str | None, logprobs: Any, prompt: Any, *rest: Any
-) -> TokenEvent:
-    return TokenEvent(
-        id, index, ids, text, FinishReason(finish) if finish else None, _logprobs(logprobs), _logprobs(prompt), *rest
-    )
+def _output(output: StepOutput) -> tuple[Any, ...]:
+    others = _others(output)
+    return _added(output) if others == _NOTHING else _added(output) + others
 
 
-def _logprobs(rows: list[Any] | None) -> list[Any] | None:
-    if rows is None:
-        return None
+def _step_output(
+    id: str, index: int, ids: list[int], text: str, num_prompt: int, num_cached: int, num_accepted: int, *others: Any
+) -> StepOutput:
+    output = StepOutput(id, index, ids, text, None, None, None, num_prompt, num_cached, num_accepted)
+    for name, value in zip(OTHERS, others, strict=False):
+        setattr(output, name, _RESTORED[name](value) if value is not None and name in _RESTORED else value)
+    return output
+
+
+def _logprobs(rows: list[Any]) -> list[Any]:
     return [None if row is None else TokenLogprob(row[0], row[1], [(i, p) for i, p in row[2]]) for row in rows]
 
 
 _encoder = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_values)
 _DEFAULTS = SamplingParams()
+_RESTORED: dict[str, Callable[[Any], Any]] = {
+    "finish": FinishReason,
+    "logprobs": _logprobs,
+    "prompt_logprobs": _logprobs,
+}

@@ -1,8 +1,8 @@
 """From a prepared request to bytes on the wire: one loop that streams chunks or collects them into one answer.
 
 `Reply` is the response of both endpoints. It enters the queue, prepares the prompt off the event loop, submits it, and
-passes each event of the engine to the answer. When the client hangs up, everything is cancelled, which aborts the
-request. Before the first byte an error is a status; after it, an event of the stream.
+passes the engine's events to the answer; all that are there go out in one write. When the client hangs up, everything
+is cancelled, which aborts the request. Before the first byte an error is a status; after it, an event of the stream.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sparkdraft.core import FinishReason, SamplingParams
+from sparkdraft.core import FinishReason, SamplingParams, StepOutput
 from sparkdraft.server.engine_client import EngineError, RequestRefused
-from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.shapes import Answer, Json, dumps
+from sparkdraft.server.protocol.shapes import Answer, Chunk, Json, dumps, sse
 from sparkdraft.server.protocol.validation import ApiError, unavailable
 from sparkdraft.server.service import Service, as_api_error
 
@@ -29,6 +30,7 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),  # tells nginx not to buffer the stream
 ]
 DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
 PING = 2.5  # seconds without an event after which a stream that has begun gets a comment, which clients skip
 
 
@@ -39,6 +41,11 @@ class Job:
     params: SamplingParams
     grammar_field: str | None = None  # the field of the request from which the grammar was made
     scores: bool = False  # only the prompt counts: what is written is dropped
+
+    @property
+    def names(self) -> list[str]:
+        """The ids of the engine's requests, one for each prompt."""
+        return [f"{self.answer.id}-{i}" for i in range(len(self.prompts))]
 
 
 class Reply(Response):
@@ -94,14 +101,14 @@ class Reply(Response):
         watch = Watch(self.service, job, begin)
         pinging = asyncio.create_task(self._ping(send))
         try:
-            async with aclosing(self._events(job)) as events:
-                async for prompt_index, event in events:
-                    if event.finish is FinishReason.ABORT:
-                        raise unavailable("The server ended this request; send it again.", "aborted", 1)
-                    watch.see(prompt_index, event)
-                    chunks = job.answer.push(event, prompt_index)
+            async with AsyncExitStack() as stack:
+                async for events in await self._submit(job, stack):
+                    kept = list(takewhile(lambda event: event.finish is not FinishReason.ABORT, events))
+                    chunks = [chunk for event in kept for chunk in watch.push(event)]
                     if self.stream and chunks:
                         await self._send(send, chunks)
+                    if len(kept) < len(events):
+                        raise unavailable("The server ended this request; send it again.", "aborted", 1)
         finally:
             pinging.cancel()
             await asyncio.gather(pinging, return_exceptions=True)
@@ -124,61 +131,66 @@ class Reply(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
-    async def _events(self, job: Job) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """The events of all prompts, each with the number of its prompt; closing this aborts them all."""
-        async with AsyncExitStack() as stack:
-            streams = []
-            for i, prompt in enumerate(job.prompts):
-                stream = self.service.client.submit(f"{job.answer.id}-{i}", prompt, job.params)
-                streams.append(await stack.enter_async_context(aclosing(stream)))
-            merging = await stack.enter_async_context(aclosing(merged(streams)))
-            async for i, event in merging:
-                yield i, scored(event) if job.scores else event
+    async def _submit(self, job: Job, stack: AsyncExitStack) -> AsyncIterator[list[StepOutput]]:
+        """Submit all prompts. Leaving the stack aborts them."""
+        streams = []
+        for name, prompt in zip(job.names, job.prompts, strict=True):
+            stream = self.service.client.submit(name, prompt, job.params)
+            streams.append(await stack.enter_async_context(aclosing(stream)))
+        return streams[0] if len(streams) == 1 else await stack.enter_async_context(aclosing(merged(streams)))
 
-    async def _send(self, send: Send, chunks: Sequence[Json], last: bytes = b"") -> None:
+    async def _send(self, send: Send, chunks: Sequence[Chunk], last: bytes = b"") -> None:
         self._sent_at = time.monotonic()
         if not self.started:
             self.started = True
             await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        data = b"".join([b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks]) + last
-        await send({"type": "http.response.body", "body": data, "more_body": not last})
+        await send({"type": "http.response.body", "body": sse(chunks) + last, "more_body": not last})
 
-    async def _end(self, send: Send, *chunks: Json) -> None:
+    async def _end(self, send: Send, *chunks: Chunk) -> None:
         await self._send(send, chunks, last=DONE)
 
 
-def scored(event: TokenEvent) -> TokenEvent:
+def scored(event: StepOutput) -> StepOutput:
     """The event of a prompt that is only scored."""
     return replace(event, ids=[], text="", logprobs=None, num_accepted=0, finish=event.finish and FinishReason.LENGTH)
 
 
 class Watch:
-    """Counts one request in its tally and in the server's metrics."""
+    """Passes the events of one request to its answer, and counts them in its tally and in the server's metrics."""
 
     def __init__(self, service: Service, job: Job, begin: float) -> None:
         self.metrics, self.job, self.begin = service.metrics, job, begin
         self.first = 0.0
+        self._index = {name: i for i, name in enumerate(job.names)}  # of the prompt
         self._seen: set[int] = set()  # prompts that have begun
 
-    def see(self, prompt_index: int, event: TokenEvent) -> None:
-        tally, metrics = self.job.answer.tally, self.metrics
-        if not self.first:
-            self.first = time.monotonic()
-            metrics.first_token.observe(self.first - self.begin)
+    def push(self, event: StepOutput) -> list[Chunk]:
+        prompt_index = self._index[event.request_id]
         if prompt_index not in self._seen:
-            self._seen.add(prompt_index)
-            num_prompt = len(self.job.prompts[prompt_index])
-            tally.num_prompt += num_prompt
-            tally.num_cached += event.num_cached
-            metrics.prompt_tokens.add(num_prompt)
-            metrics.cached_tokens.add(event.num_cached)
-        tally.num_output += len(event.ids)
-        metrics.generation_tokens.add(len(event.ids))
+            self._begin(prompt_index, event.num_cached)
+        event = scored(event) if self.job.scores else event
+        self.job.answer.tally.num_output += len(event.ids)
+        self.metrics.generation_tokens.add(len(event.ids))
         if event.finish:
-            metrics.success.add(label=event.finish.value)
-            if event.speculation:
-                tally.speculation.append(event.speculation)
-                metrics.speculation(event.speculation)
+            self._end(event.finish, event.speculation)
+        return self.job.answer.push(event, prompt_index)
+
+    def _begin(self, prompt_index: int, num_cached: int) -> None:
+        if not self._seen:
+            self.first = time.monotonic()
+            self.metrics.first_token.observe(self.first - self.begin)
+        self._seen.add(prompt_index)
+        tally, num_prompt = self.job.answer.tally, len(self.job.prompts[prompt_index])
+        tally.num_prompt += num_prompt
+        tally.num_cached += num_cached
+        self.metrics.prompt_tokens.add(num_prompt)
+        self.metrics.cached_tokens.add(num_cached)
+
+    def _end(self, finish: FinishReason, speculation: Json | None) -> None:
+        self.metrics.success.add(label=finish.value)
+        if speculation:
+            self.job.answer.tally.speculation.append(speculation)
+            self.metrics.speculation(speculation)
 
     def end(self) -> None:
         now, tally = time.monotonic(), self.job.answer.tally
@@ -190,33 +202,29 @@ class Watch:
             self.metrics.per_token.observe((now - self.first) / (tally.num_output - 1))
 
 
-async def merged(streams: Sequence[AsyncIterator[TokenEvent]]) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-    """Several streams as one, in the order in which their events come; the first error ends it."""
-    if len(streams) == 1:
-        async for event in streams[0]:
-            yield 0, event
-        return
-    queue: asyncio.Queue[tuple[int, TokenEvent | Exception | None]] = asyncio.Queue()
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[T, None]:
+    """Several streams as one, in the order in which their items come; the first error ends it."""
+    queue: asyncio.Queue[T | Exception | None] = asyncio.Queue()
 
-    async def pump(i: int, stream: AsyncIterator[TokenEvent]) -> None:
+    async def pump(stream: AsyncIterator[T]) -> None:
         try:
-            async for event in stream:
-                queue.put_nowait((i, event))
-            queue.put_nowait((i, None))
+            async for item in stream:
+                queue.put_nowait(item)
+            queue.put_nowait(None)
         except Exception as error:
-            queue.put_nowait((i, error))
+            queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     left = len(tasks)
     try:
         while left:
-            i, item = await queue.get()
+            item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 left -= 1
             else:
-                yield i, item
+                yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -14,7 +14,9 @@ from starlette.applications import Starlette
 @contextmanager
 def serving(app: Starlette) -> Iterator[str]:
     """Its address, without a slash at the end."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    # created as TCP, because asyncio disables Nagle's delay only for such sockets
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -22,11 +22,10 @@ import pytest
 
 from sparkdraft.backend import ModelInfo
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import FinishReason, SamplingParams, TokenLogprob
+from sparkdraft.core import FinishReason, SamplingParams, StepOutput, TokenLogprob
 from sparkdraft.server.app import create_app
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineClient, EngineError, Pulse
-from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.run import Server, address_of, listen
 from tests.models.tiny import byte_tokenizer, write_tiny
 from tests.patience import PATIENT, wait_for
@@ -97,12 +96,12 @@ class FakeClient:
             "kv_errors": errors | {"rows": 6, "layers": [{"layer": 0, **errors}]},
         }
 
-    def submit(self, id: str, prompt_ids: list[int], params: SamplingParams) -> AsyncIterator[TokenEvent]:
+    def submit(self, id: str, prompt_ids: list[int], params: SamplingParams) -> AsyncIterator[list[StepOutput]]:
         if self.state != "ready":
             raise EngineError("the engine is not ready", True)
         return self._events(id, prompt_ids, params)
 
-    async def _events(self, id: str, prompt_ids: list[int], params: SamplingParams) -> AsyncIterator[TokenEvent]:
+    async def _events(self, id: str, prompt_ids: list[int], params: SamplingParams) -> AsyncIterator[list[StepOutput]]:
         self.seen.append(params)
         ended = False
         try:
@@ -117,20 +116,20 @@ class FakeClient:
                         await asyncio.sleep(0.01)
                     if self.stopped:
                         raise EngineError("the server is shutting down", True)
-                    yield self._event(id, index, piece, params, len(prompt_ids), i == len(pieces) - 1)
+                    yield [self._event(id, index, piece, params, len(prompt_ids), i == len(pieces) - 1)]
             ended = True
         finally:
             if not ended:
                 self.aborted.append(id)
 
-    def _event(self, id: str, index: int, text: str, params: SamplingParams, num_prompt: int, last: bool) -> TokenEvent:
+    def _event(self, id: str, index: int, text: str, params: SamplingParams, num_prompt: int, last: bool) -> StepOutput:
         has_end = last and self.finish is FinishReason.STOP and not self.stop_reason
         ids = self.raw.encode(text, add_special_tokens=False).ids + ([2] if has_end else [])
         rows = [TokenLogprob(i, -0.5, [(i, -0.5), (3, float("-inf"))][: params.logprobs]) for i in ids]
         finish = self.finish if last else None
         stats = {"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 2, "num_spec_tokens": 2}
         stats |= {"acceptance_histogram": [1, 0, 1], "per_position_accepted": [1, 1]}
-        return TokenEvent(
+        return StepOutput(
             id,
             index,
             ids,

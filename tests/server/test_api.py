@@ -639,10 +639,10 @@ def test_the_engine_refuses_and_dies() -> None:
 def test_the_engine_dies_within_a_stream() -> None:
     class Dying(FakeClient):
         async def _events(self, *args: Any) -> Any:
-            async for event in super()._events(*args):
-                if event.finish:
+            async for events in super()._events(*args):
+                if events[-1].finish:
                     raise EngineError("the engine stopped", True)
-                yield event
+                yield events
 
     with live(Dying(lambda prompt, params: "hello there")) as server:
         *chunks, last = server.events(CHAT, messages=USER)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, TokenLogprob, TryLater, UserError
+from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TokenLogprob, TryLater, UserError
 from sparkdraft.engine.backend import load_backend
 from sparkdraft.server import engine_client
 from sparkdraft.server.engine_client import (
@@ -31,7 +31,7 @@ from sparkdraft.server.engine_client import (
     TokenStream,
 )
 from sparkdraft.server.engine_process import EngineLoop
-from sparkdraft.server.messages import Refused, Submit, TokenEvent, pack_params
+from sparkdraft.server.messages import Refused, Submit, pack_params
 from sparkdraft.server.service import as_api_error
 from tests.models.tiny import write_tiny
 from tests.patience import PATIENT, wait_for
@@ -73,8 +73,8 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def collect(stream: TokenStream) -> list[TokenEvent]:
-    return [event async for event in stream]
+async def collect(stream: TokenStream) -> list[StepOutput]:
+    return [event async for events in stream for event in events]
 
 
 async def settled(client: EngineClient) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def test_a_default_that_can_not_be_used_is_a_fallback(tmp_path: Path) -> None:
 
 
 def test_many_at_once(runner: asyncio.Runner, client: EngineClient) -> None:
-    async def all_of_them() -> list[list[TokenEvent]]:
+    async def all_of_them() -> list[list[StepOutput]]:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         streams = [client.submit(f"many-{i}", [10 + i, 11, 12], params) for i in range(24)]
         return list(await asyncio.gather(*map(collect, streams)))
@@ -249,7 +249,8 @@ def test_what_may_work_later_is_503_and_says_when() -> None:
     client = EngineClient({})
     mailbox = client._mailboxes["x"] = Mailbox(1)
     client._receive(Refused("x", "send this one later", retry_after=7))
-    error = as_api_error(mailbox.queue.get_nowait())  # type: ignore[arg-type]
+    assert mailbox.error is not None
+    error = as_api_error(mailbox.error)
     assert (error.status, error.headers["Retry-After"]) == (503, "7")
 
 
@@ -262,7 +263,7 @@ def test_grammar(runner: asyncio.Runner, client: EngineClient) -> None:
 
 @pytest.mark.parametrize("grammar", [None, GrammarSpec("json_schema", '{"type": "array", "minItems": 400}')])
 def test_abort_ends_the_stream(runner: asyncio.Runner, client: EngineClient, grammar: GrammarSpec | None) -> None:
-    async def aborted() -> list[TokenEvent]:
+    async def aborted() -> list[StepOutput]:
         params = {"max_tokens": 450, "ignore_eos": True, "grammar": grammar, "n": 2}
         stream = client.submit("aborted", PROMPT, params)
         if grammar is None:
@@ -318,7 +319,7 @@ def test_a_slow_reader_stalls_nobody(runner: asyncio.Runner, client: EngineClien
 
 @pytest.mark.slow
 def test_a_server_that_does_not_read_loses_nothing(runner: asyncio.Runner, client: EngineClient) -> None:
-    async def reads_late() -> list[TokenEvent]:
+    async def reads_late() -> list[StepOutput]:
         transport = client._transport
         assert transport is not None
         params = SamplingParams(max_tokens=200, n=16, logprobs=20, temperature=1.0, ignore_eos=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sparkdraft.backend import ModelInfo
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TokenLogprob, UserError
 from sparkdraft.server import messages
-from sparkdraft.server.messages import Lines, Message, TokenEvent, decode, encode
+from sparkdraft.server.messages import Lines, Message, decode, encode
 
 text = st.text(st.characters(), max_size=20)  # new lines and all
 number = st.integers(0, 2**31)
@@ -21,7 +21,7 @@ chance = st.floats(allow_nan=False, max_value=0)  # minus infinity is one
 plain = st.dictionaries(text, st.none() | number | text | st.lists(number, max_size=3), max_size=3)
 logprob = st.builds(TokenLogprob, number, chance, st.lists(st.tuples(number, chance), max_size=3))
 event = st.builds(
-    TokenEvent,
+    StepOutput,
     text,
     number,
     ids,
@@ -68,10 +68,10 @@ def test_round_trip_in_any_pieces(sent: list[Message], cuts: list[int]) -> None:
 def test_types_survive() -> None:
     output = StepOutput("r", 1, [5, 6], "ab", FinishReason.STOP, [TokenLogprob(5, float("-inf"), [(5, -0.5)])])
     output.num_accepted, output.num_cached, output.speculation = 1, 16, {"num_spec_steps": 2}
-    back = decode(encode(messages.Tokens([TokenEvent.of(output)])))
+    back = decode(encode(messages.Tokens([output])))
     assert isinstance(back, messages.Tokens)
     (came,) = back.events
-    assert (came.id, came.index, came.ids, came.text) == ("r", 1, [5, 6], "ab")
+    assert (came.request_id, came.index, came.ids, came.text) == ("r", 1, [5, 6], "ab")
     assert came.finish is FinishReason.STOP and came.logprobs == output.logprobs
     assert (came.num_cached, came.num_accepted, came.speculation) == (16, 1, {"num_spec_steps": 2})
 

@@ -128,7 +128,7 @@ class Client:
 
     async def open(self) -> Sample:
         """Find the model and the dialect; return the probe's answer. Raises UserError if that cannot work."""
-        self.model = await self._find_model()
+        self.model = await self.find_model()
         for self.extras in DIALECTS:
             sample = await self.chat(PROBE, PROBE_TOKENS)
             if sample.status not in (400, 422):
@@ -173,7 +173,7 @@ class Client:
             return None
         return read_counters(response.text) if response.status_code == 200 else None
 
-    async def _find_model(self) -> str:
+    async def find_model(self) -> str:
         """Return the model that was asked for, or the first that is served."""
         try:
             response = await self.http.get(f"{self.root}/v1/models")
@@ -268,7 +268,7 @@ class Settings:
     classes: tuple[str, ...] = ()  # empty: all
     output_len: int = 256
     requests: int = 0  # per class; 0: FEWEST, or as many as there are streams
-    temperature: float = 0.0
+    sampling: dict[str, Any] = field(default_factory=dict)  # what a request says, by SamplingParams' names
     ignore_eos: bool = False
 
     def num_requests(self, streams: int) -> int:
@@ -276,8 +276,8 @@ class Settings:
 
     def options(self, index: int) -> dict[str, Any]:
         """The options of a request. The seed makes a sampled answer the same, drafted and plain."""
-        sampled = {"temperature": self.temperature, "seed": index} if self.temperature else {}
-        return sampled | ({"ignore_eos": True} if self.ignore_eos else {})
+        seed = {"seed": index} if self.sampling.get("temperature") else {}
+        return self.sampling | seed | ({"ignore_eos": True} if self.ignore_eos else {})
 
 
 @dataclass(slots=True)
@@ -498,7 +498,7 @@ def summary(result: Result) -> dict[str, Any]:
         "model": result.model,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "output_len": settings.output_len,
-        "temperature": settings.temperature,
+        "sampling": settings.sampling,
         "ignore_eos": settings.ignore_eos,
         "tokens_from": "chunks" if result.counted else "usage",
         "prompts_sent_before": True,
@@ -522,7 +522,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _how(report: dict[str, Any]) -> str:
     end = ", past the model's own end" if report["ignore_eos"] else ""
-    tokens = f"Up to {report['output_len']} tokens per answer{end}, temperature {report['temperature']:g}; "
+    sampling = ", ".join(f"{name} {value:g}" for name, value in report["sampling"].items()) or "greedy"
+    tokens = f"Up to {report['output_len']} tokens per answer{end}, {sampling}; "
     tokens += (
         "counted by the server" if report["tokens_from"] == "usage" else "counted by pieces of the stream, for want"
     )
@@ -559,9 +560,9 @@ def _pair(values: dict[str, float] | None, digits: int) -> str:
     return f"{values['p50']:.{digits}f} / {values['p95']:.{digits}f}" if values else "-"
 
 
-def write(report: dict[str, Any], folder: Path) -> list[Path]:
+def write(report: dict[str, Any], table: str, folder: Path) -> list[Path]:
     """Write serve.json and serve.md, and return their paths."""
-    texts = {"serve.json": json.dumps(report, indent=1) + "\n", "serve.md": markdown(report) + "\n"}
+    texts = {"serve.json": json.dumps(report, indent=1) + "\n", "serve.md": table + "\n"}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]

@@ -13,10 +13,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from sparkdraft.core import REPETITION, FinishReason, TokenLogprob
-from sparkdraft.server.messages import TokenEvent
+from sparkdraft.core import REPETITION, FinishReason, StepOutput, TokenLogprob
 from sparkdraft.server.protocol.sampling import Fields, MaxTokens, SamplingFields
-from sparkdraft.server.protocol.shapes import Answer, Json, accepted_chars, chat_logprobs, prompt_logprobs, stop_reason
+from sparkdraft.server.protocol.shapes import (
+    Answer,
+    Chunk,
+    Json,
+    accepted_chars,
+    chat_logprobs,
+    prompt_logprobs,
+    stop_reason,
+)
 from sparkdraft.server.protocol.validation import COMPLETIONS_ONLY, ApiError, shown
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
 
@@ -272,7 +279,7 @@ class ChatAnswer(Answer):
 
     # ---- chunks
 
-    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
+    def push(self, event: StepOutput, prompt_index: int = 0) -> list[Chunk]:
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = Choice(self.new_parser())
@@ -283,14 +290,14 @@ class ChatAnswer(Answer):
         if event.finish:
             end = choice.parser.finish(is_cut)
             events = joined([*events, *end])  # several events at once become one delta
-        chunks = []
+        chunks: list[Chunk] = []
         if not choice.begun:
             choice.begun = True
             chunks.append(self._chunk(event.index, {"role": "assistant", "content": ""}))
-        deltas = [self._chunk(event.index, delta, choice) for delta in self._deltas(choice, events)]
+        deltas = [self._delta_chunk(event.index, delta, choice) for delta in self._deltas(choice, events)]
         if self.may_be_empty and event.finish is FinishReason.STOP and event.ids and event.ids[-1] in self.eos_ids:
             missing = self._deltas(choice, _missing_arguments(choice))
-            deltas += [self._chunk(event.index, delta, choice) for delta in missing]
+            deltas += [self._delta_chunk(event.index, delta, choice) for delta in missing]
         if deltas:
             chunks += deltas
             choice.accepted_chars = 0  # the rest were markup, which is not shown
@@ -303,7 +310,7 @@ class ChatAnswer(Answer):
         drafted = _drafted(None, {}) if self.return_speculation else {}
         return [chunk | drafted for chunk in Answer.last_chunks(self)]
 
-    def _count(self, choice: Choice, event: TokenEvent) -> None:
+    def _count(self, choice: Choice, event: StepOutput) -> None:
         choice.tokens += len(event.ids)
         choice.accepted += event.num_accepted
         if self.return_speculation:
@@ -330,6 +337,15 @@ class ChatAnswer(Answer):
 
     def _call_delta(self, call: Json) -> Json:
         return {"function_call": call["function"]} if self.old_calls else {"tool_calls": [call]}
+
+    def _delta_chunk(self, index: int, delta: Json, choice: Choice) -> Chunk:
+        ((name, value),) = delta.items()
+        if isinstance(value, str) and self.text_is_all and not choice.waiting_logprobs:
+            return self.text_chunk(index, name, value)
+        return self._chunk(index, delta, choice)
+
+    def text_choice(self, index: int, name: str, text: str) -> Json:
+        return {"index": index, "delta": {name: text}, "logprobs": None, "finish_reason": None}
 
     def _chunk(self, index: int, delta: Json, choice: Choice | None = None, finish: str | None = None) -> Json:
         """A chunk with what waits in 'choice'."""
@@ -403,6 +419,6 @@ def _call(call_id: str, name: str) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
 
 
-def _without_end(rows: list[TokenLogprob], event: TokenEvent, eos_ids: frozenset[int]) -> list[TokenLogprob]:
+def _without_end(rows: list[TokenLogprob], event: StepOutput, eos_ids: frozenset[int]) -> list[TokenLogprob]:
     ended = event.finish is FinishReason.STOP and rows and rows[-1].id in eos_ids
     return rows[:-1] if ended else rows

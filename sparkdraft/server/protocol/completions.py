@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from sparkdraft.core import TokenLogprob
-from sparkdraft.server.messages import TokenEvent
+from sparkdraft.core import StepOutput, TokenLogprob
 from sparkdraft.server.protocol.chat import ChatFields, Messages, Tools
 from sparkdraft.server.protocol.sampling import Fields, SamplingFields, TokenId
 from sparkdraft.server.protocol.shapes import (
     Answer,
+    Chunk,
     Json,
     accepted_chars,
     completion_logprobs,
@@ -134,7 +134,7 @@ class CompletionAnswer(Answer):
     texts: dict[int, Text] = field(default_factory=dict)
     prompt_rows: dict[int, list[TokenLogprob | None]] = field(default_factory=dict)  # by the prompt's number
 
-    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
+    def push(self, event: StepOutput, prompt_index: int = 0) -> list[Chunk]:
         index = prompt_index * self.n + event.index
         text, rows = event.text, []
         if event.prompt_logprobs:
@@ -152,7 +152,12 @@ class CompletionAnswer(Answer):
         choice.finish, choice.stop_reason = event.finish.value if event.finish else None, event.stop_reason
         if not (text or rows or event.finish or self.return_speculation):
             return []
+        if self.text_is_all and self.logprobs is None and not event.finish:
+            return [self.text_chunk(index, "text", text)]
         return [self._chunk(index, event, text, self._logprobs(choice, rows))]
+
+    def text_choice(self, index: int, name: str, text: str) -> Json:
+        return {"index": index, name: text, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, choice: Text, rows: list[tuple[int, TokenLogprob | None]]) -> Json | None:
         if self.logprobs is None:
@@ -172,7 +177,7 @@ class CompletionAnswer(Answer):
         mark = self.tokenizer.token_bytes(token, skip_special=False).decode("utf-8", "replace")
         return mark if choice.text.startswith(mark, choice.num_chars) else ""
 
-    def _chunk(self, index: int, event: TokenEvent, text: str, logprobs: Json | None) -> Json:
+    def _chunk(self, index: int, event: StepOutput, text: str, logprobs: Json | None) -> Json:
         choice = self.texts[index]
         body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
         drafted = {"tokens": len(event.ids), "accepted": event.num_accepted}

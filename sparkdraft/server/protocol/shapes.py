@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from sparkdraft.core import TokenLogprob
-from sparkdraft.server.messages import TokenEvent
+from sparkdraft.core import StepOutput, TokenLogprob
 from sparkdraft.text.tokenizer import Vocabulary
 
 Json = dict[str, Any]
+Chunk = Json | bytes  # of a stream; bytes: already as they go out
+MARK = "\0text\0"  # stands for a text; JSON writes these signs in no other way
 LOWEST = -9999.0  # as OpenAI writes the log-probability of what cannot happen
 
 
@@ -26,6 +27,11 @@ def dumps(value: Any) -> bytes:
 
 _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # the others JSON escapes itself
+
+
+def sse(chunks: Sequence[Chunk]) -> bytes:
+    """The chunks as server-sent events."""
+    return b"".join([chunk if isinstance(chunk, bytes) else b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks])
 
 
 def stop_reason(reason: str | None) -> Json:
@@ -71,9 +77,10 @@ class Answer(ABC):
     usage_in_each: bool = False
     return_speculation: bool = False
     tally: Tally = field(default_factory=Tally)
+    _frames: dict[tuple[int, str], tuple[bytes, bytes]] = field(default_factory=dict)  # by index and name of the field
 
     @abstractmethod
-    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
+    def push(self, event: StepOutput, prompt_index: int = 0) -> list[Chunk]:
         """The chunks for this event; the last one of a text has its finish reason."""
 
     @abstractmethod
@@ -94,6 +101,25 @@ class Answer(ABC):
             chunk |= drafted
         return chunk | (self.metrics() if is_last and not self.include_usage and self.all_ended() else {})
 
+    @property
+    def text_is_all(self) -> bool:
+        """True if chunks of a text differ in nothing but that text, as long as it goes on and without logprobs."""
+        return not (self.return_speculation or (self.include_usage and self.usage_in_each))
+
+    @abstractmethod
+    def text_choice(self, index: int, name: str, text: str) -> Json:
+        """The choice of a chunk that has only a text, in the field of that name."""
+
+    def text_chunk(self, index: int, name: str, text: str) -> bytes:
+        """The chunk of `text_choice` as it goes out. What stands around the text is encoded once per answer: nearly all
+        chunks are such, and to encode each whole takes 14 µs instead of 0.6."""
+        frame = self._frames.get((index, name))
+        if frame is None:
+            whole = sse([self.chunk(self.text_choice(index, name, MARK), {}, is_last=False)])
+            before, _, after = whole.rpartition(dumps(MARK))
+            frame = self._frames[index, name] = before, after
+        return frame[0] + dumps(text) + frame[1]
+
     def last_chunks(self) -> list[Json]:
         """The chunks after all texts: the usage, if it was asked for."""
         last = self.frame(self.chunk_kind, []) | {"usage": self.tally.usage()}
@@ -106,7 +132,7 @@ class Answer(ABC):
         return {"metrics": {"speculative_decoding": merged_speculation(self.tally.speculation)}}
 
 
-def accepted_chars(event: TokenEvent, tokenizer: Vocabulary) -> int:
+def accepted_chars(event: StepOutput, tokenizer: Vocabulary) -> int:
     """Characters at the front of its text that accepted drafts wrote: all but those of the target's own ids."""
     if not event.num_accepted:
         return 0

@@ -1,0 +1,45 @@
+"""Runs traffic (traffic.py) on an engine in this process: what streaming.py measures, without a server and a client.
+
+A piece is an output with ids. A client sees only those whose ids complete a character.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from sparkdraft.core import SamplingParams
+from sparkdraft.engine.engine import Engine
+from sparkdraft.operate.bench.traffic import Answered, Planned, Record
+
+
+def run(
+    engine: Engine, planned: Sequence[Planned], streams: int, sampling: dict[str, Any], answered: Answered
+) -> tuple[list[Record], float]:
+    """Add the requests as they arrive, at most 'streams' at once; return their records, and the seconds in all."""
+    coming, running, records = deque(planned), dict[str, Record](), list[Record]()
+    begin = time.perf_counter()
+    while coming or running:
+        while coming and len(running) < streams and coming[0].at <= time.perf_counter() - begin:
+            each = coming.popleft()
+            params = SamplingParams(max_tokens=each.output_len, ignore_eos=True, **sampling)
+            record = Record(time.perf_counter())
+            records.append(record)
+            running[engine.add(each.prompt, params)] = record
+        if not running:
+            time.sleep(max(0.0, begin + coming[0].at - time.perf_counter()))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            record = running[output.request_id]
+            record.tokens += len(output.ids)
+            if output.ids:
+                record.pieces.append(now)
+            if output.finish:
+                record.ended = now
+                del running[output.request_id]
+                answered()
+    return records, time.perf_counter() - begin
