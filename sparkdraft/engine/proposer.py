@@ -12,7 +12,7 @@ In a batch so large that no draft could pay, tokens of requests that did not ask
 drafts again from the first block on that was observed from its beginning. A chain drafter begins with the hidden state
 of a request's last token, so its tokens are never passed over.
 
-In overlapped steps, drafts are made on the device (engine/slots.py).
+On a GPU, drafts are made within a step of all slots (engine/slots.py).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Proposer:
         self._score: Score | None = None  # the pass that is running
         self._gaps_found: list[Tensor] = []  # of the passes of one proposal: float32 [works, each]
         self._pending: dict[Request, Pending] = {}
-        self._handed_over: set[Request] = set()  # requests whose hidden states the device keeps, in overlapped steps
+        self._handed_over: set[Request] = set()  # requests whose hidden states the slots of a GPU keep
         self._seen: SeenRows | None = None  # created with the first rows, as are the next two
         self._rows: Table = None  # the runner's aux_hidden
         # [max_seqs, aux layers, hidden]: the rows before the anchors, for a chain drafter
@@ -97,7 +97,7 @@ class Proposer:
         self._gaps = np.zeros(plan.num_blocks, dtype=bool)  # per block: whether it has rows that were passed over
         self._has_gaps = False  # whether any row was ever passed over: checking the blocks takes 0.5 % of a step
         self.unrecorded: list[str] = []  # why drafts are not replayed although the plan says so
-        # Overlapped steps read all blocks: overlap.py sets this to False.
+        # The slots of a GPU read all blocks: engine/device_steps.py sets this to False.
         self.may_pass_over = not self.chain
 
     @property
@@ -213,9 +213,8 @@ class Proposer:
         return torch.stack([pending.hidden[pending.last] for pending in kept])
 
     def resume(self, request: Request, hidden: Table) -> None:
-        """Continues after overlapped steps: the drafter has observed all tokens of the request. hidden: [aux layers,
-        hidden], of its last token."""
-        self._handed_over.discard(request)
+        """Continues where the drafter has observed all tokens of the request. hidden: [aux layers, hidden], of its last
+        token."""
         pending = self._pending.get(request) or self._wait(request, 0)
         pending.start, pending.count, pending.last = request.num_computed, 0, 0
         pending.rows[0] = hidden
