@@ -24,6 +24,7 @@ from tests.models.tiny import write_tiny
 
 VARIANTS = ["llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "qwen3_5"]
 VARIANTS += ["qwen3_5_moe", "qwen3_next"]
+PREEMPTED = {"llama", "qwen2", "qwen3", "qwen3_moe"}  # the others have windows or states, which admit fewer requests
 FEW = {"qwen3", "qwen3_5"}  # in every run
 REQUESTS = 84  # per variant and way of stepping: 2,016 in all
 CONTEXT = 192
@@ -105,7 +106,7 @@ def write_together(
     engine, written, waiting = llm.engine, {name: Written() for name in jobs}, list(jobs)
     open_: set[str] = set()
     while waiting or engine.has_work:
-        while waiting and rng.random() < 0.3:
+        while waiting and rng.random() < 0.5:
             open_.add(waiting[0])
             engine.add(*jobs[waiting[0]], waiting.pop(0))
         if open_ and rng.random() < 0.01:
@@ -147,7 +148,7 @@ def test_each_equals_itself_alone(variant: str, where: str, count: int, tmp_path
     alone = load(target, prefix_cache=False, **options)
     # Few blocks, so that some requests are preempted.
     together = load(
-        target, spec="auto", drafter=str(drafter), ngram=True, **(options | {"kv_tokens": 448, "max_seqs": 6})
+        target, spec="auto", drafter=str(drafter), ngram=True, **(options | {"kv_tokens": 304, "max_seqs": 6})
     )
     if where == "device":
         on_device(together)
@@ -174,8 +175,9 @@ def test_each_equals_itself_alone(variant: str, where: str, count: int, tmp_path
             assert found.prompt is not None and expected.prompt is not None
             assert same_scores(found.prompt, expected.prompt), (name, params)
     assert together.engine.pool.num_free == free
-    if count >= REQUESTS:
-        assert together.engine.scheduler.num_preempted and together.engine.drafting.so_far().num_draft_tokens
+    assert together.engine.drafting.so_far().num_draft_tokens
+    if count >= REQUESTS and variant in PREEMPTED:
+        assert together.engine.scheduler.num_preempted
 
 
 def fields_of(params: SamplingParams) -> dict[str, Any]:
