@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sparkdraft.speculation.cut import Confidence
+from sparkdraft.speculation.depth import FIRST_FIT
 
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
@@ -28,8 +30,6 @@ from sparkdraft.operate.bench.random_model import FORMS
 from sparkdraft.operate.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, spans
 from sparkdraft.operate.forecast import rates
 from sparkdraft.speculation.costs import Price
-from sparkdraft.speculation.cut import Confidence
-from sparkdraft.speculation.depth import FIRST_FIT
 from sparkdraft.weights.planes import pack
 from sparkdraft.weights.quant.stored import Coded
 from tests.cli.said import said

@@ -12,7 +12,7 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.overlap import OverlappedSteps
-from sparkdraft.speculation.depth import depth_choices
+from sparkdraft.speculation.budget import depth_choices
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sparkdraft.speculation.depth import DepthController
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import AUTO, Fact
@@ -21,7 +22,6 @@ from sparkdraft.engine.overlap import Launched, OverlappedSteps
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.ops import CutTerms
 from sparkdraft.speculation.costs import Price
-from sparkdraft.speculation.depth import DepthController
 
 DEPTH = 15
 TEXTS = ["def merge(a, b):", "The sea is", '{"name": "Ada", "born": 1815,', "Once upon a time", "1, 2, 3, 4, 5,"]

@@ -7,10 +7,10 @@ import random
 from statistics import mean
 
 import pytest
-
-from sparkdraft.speculation.costs import Price, StepCosts, interpolate
 from sparkdraft.speculation.cut import OWN, USUAL, Confidence, Profile, best_cuts, survivals
 from sparkdraft.speculation.depth import DepthController, DepthState
+
+from sparkdraft.speculation.costs import Price, StepCosts, interpolate
 
 MAX_DEPTH = 15
 DEPTHS = [0, 1, 3, 7, 15]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from sparkdraft.speculation.costs import interpolate
 from sparkdraft.speculation.cut import Confidence, best_cuts, survivals
 from sparkdraft.speculation.depth import FIRST_FIT, DepthController
+
+from sparkdraft.speculation.costs import interpolate
 
 DATA = np.load(Path(__file__).with_name("drafted_blocks.npz"))
 GAPS: list[list[float]] = DATA["gaps"].astype(float).tolist()

@@ -13,6 +13,7 @@ from functools import partial
 from statistics import mean, median
 
 import pytest
+from sparkdraft.speculation.depth import DepthController, DepthState, bucket_of
 
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.operate.bench.shapes import SHAPES
@@ -25,7 +26,6 @@ from sparkdraft.speculation.costs import (
     never_falling,
     start_curve,
 )
-from sparkdraft.speculation.depth import DepthController, DepthState, bucket_of
 from tests.fakes.counting import lines_run
 from tests.operate.forecast.described import DESCRIBED
 

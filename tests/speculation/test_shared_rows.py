@@ -13,10 +13,10 @@ from statistics import mean
 
 import numpy as np
 import pytest
+from sparkdraft.speculation.depth import DepthController
 
 from sparkdraft.operate.bench.synthetic import BASE, SLOPE, Acceptance
 from sparkdraft.speculation.costs import Price
-from sparkdraft.speculation.depth import DepthController
 from tests.speculation.varied import VariedAcceptance
 
 DEPTHS = [0, 1, 3, 7, 15]

@@ -31,7 +31,7 @@ from sparkdraft.kernels.ops import Activation, AttentionParams, AttentionView, N
 from sparkdraft.kernels.reference import (
     accept_drafts,
     add_linear,
-    cut_drafts,
+    admit_drafts,
     linear,
     pack_rows,
     tq_attention,
