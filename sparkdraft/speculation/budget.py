@@ -18,6 +18,8 @@ that gets BUDGET of every step: a drafter that is always wrong costs that share 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,6 +94,8 @@ class Budget:
         self._held: tuple[list[int], Bucket, int] | None = None
         self._depths: list[int] = []
         self._until = 0
+        self._told: list[Told] = []  # steps that are not learnt yet
+        self._judged = self._probes_run = False  # whether a block is being verified, whether a probe is
 
     def open(self, kind: int) -> int:
         """A slot for a request."""
@@ -100,11 +104,9 @@ class Budget:
         return slot
 
     def close(self, slot: int) -> None:
+        self._learn()
         self.survival.close(slot)
         self._until = 0
-
-    def is_paused(self, slot: int) -> bool:
-        return bool(self._rests.paused[slot])
 
     # ---- before drafting
 
@@ -122,9 +124,11 @@ class Budget:
             return self._depths
         if self.costs.buckets and not self.costs.knows_plain(bucket):
             return [0] * len(slots)
+        self._learn()
         mine = np.array(slots)
         self.batch = batch = Batch(self.costs, bucket, num, extra)
-        depths, pays = np.zeros(len(mine), np.int64), self.could_pay(num, context, extra)
+        depths = np.zeros(len(mine), np.int64)
+        pays = not self._rests.paused[mine].all() or self.could_pay(num, context, extra)
         if pays:
             depths = self._best(mine, batch)
         self._pause(mine, depths, batch)
@@ -157,7 +161,7 @@ class Budget:
         rates = (batch.num + tokens) / seconds
         best = int(rates.argmax())
         most, border = best // rates.shape[1], _BORDERS[best % rates.shape[1]]
-        rate = max(rates.flat[best], batch.rate)
+        rate, floor = max(rates.flat[best], batch.rate), np.where(cut, border, 0.0)[:, None, None]
 
         # What each request brings beyond what the border asks for, and whether that pays for its own part of the pass.
         choices = self.depths[: most + 1]
@@ -171,7 +175,7 @@ class Budget:
 
         alike = self.depths[int(rates[:, -1].argmax())]
         tried = np.array([chosen, np.where(cut, chosen, alike), np.where(by_model, 0, chosen)])
-        taken = (self._positions < tried[:, :, None, None]) & (expected >= np.where(cut, border, 0.0)[:, None, None])
+        taken = (self._positions < tried[:, :, None, None]) & (expected >= floor)
         drafts, tokens = taken.sum((1, 2, 3)) / blocks, np.where(taken, expected, 0.0).sum((1, 2, 3)) / blocks
         seconds = self._before(batch, tried, by_model) + batch.verify.at(batch.tokens + drafts)
         reached = (batch.num + tokens) / seconds
@@ -219,6 +223,8 @@ class Budget:
         """Paused requests whose time has come draft a little, all at once, as soon as the ledger can pay. Returns the
         steps until then."""
         rests = self._rests
+        if not rests.paused[slots].any():
+            return WAIT
         wait = np.minimum(NEWCOMER * self.survival.tried(slots), WAIT)
         left = np.where(rests.paused[slots], np.maximum(wait - (self.clock - rests.since[slots]), 0), WAIT)
         left[rests.follows[slots]] = 0
@@ -234,6 +240,7 @@ class Budget:
             return int((loss - self.balance) / (BUDGET * batch.plain)) + 1
         self.balance -= price
         depths[due] = depth
+        self._probes_run = True
         probing = slots[due]
         rests.price[probing] = price / batch.plain * batch.num / len(probing)
         rests.since[probing], rests.follows[probing] = self.clock, False
@@ -254,7 +261,7 @@ class Budget:
         was not made). tokens: those of the step beside these drafts. A probe is not cut: it is made to learn."""
         assert self.batch, "a block was drafted before any depth was chosen"
         mine, made = np.array(slots), ~np.isnan(gaps)
-        survival = self.survival.expect(mine, gaps)
+        survival, self._judged = self.survival.expect(mine, gaps), True
         probes, number = self._rests.paused[mine], made.sum(1)
         open_ = np.where(made & ~probes[:, None], survival, 0.0)
         worth = self._worth(tokens + int(number[probes].sum()), open_.size)
@@ -278,6 +285,7 @@ class Budget:
     def expect(self, slots: Sequence[int], gaps: Floats) -> None:
         """The device has cut these blocks by itself."""
         self.survival.expect(np.array(slots), gaps)
+        self._judged = True
 
     def _worth(self, tokens: int, most: int) -> Floats:
         """By number of drafts, what verifying them costs in tokens, at the rate of the last choice."""
@@ -288,26 +296,39 @@ class Budget:
     # ---- after the step
 
     def record(self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """After a step, for requests whose depth was chosen here. drafted: drafts that were compared."""
-        all_slots, all_drafted, rests = np.array(slots), np.array(drafted), self._rests
-        tells = (all_drafted > 0) | self.survival.has_block(all_slots)
-        if not tells.any():
+        """After a step, for requests whose depth was chosen here. drafted: drafts that were compared. It is learnt with
+        the next choice that is made anew: at once after a probe, or if nothing was accepted."""
+        if not any(drafted) and not self._judged:
             return
-        mine, right = all_slots[tells], np.array(accepted)[tells]
-        changed = self.survival.learn(mine, all_drafted[tells], right)
-        paused = rests.paused[mine]
-        if changed or paused.any():
+        self._told.append(Told(list(slots), list(drafted), list(accepted), self.survival.take_blocks(np.array(slots))))
+        if self._probes_run or not any(accepted):
             self._until = 0
-        drafts = mine[~paused]
-        rests.debt[drafts] = np.maximum(rests.debt[drafts] + rests.price[drafts] - right[~paused], 0.0)
+        self._judged = self._probes_run = False
+
+    def _learn(self) -> None:
+        """Learns from the steps that were recorded."""
+        told, self._told = self._told, []
+        for slots, steps in groupby(told, key=lambda step: step.slots):
+            _, drafted, accepted, blocks = zip(*steps, strict=True)
+            self._learn_steps(np.array(slots), np.array(drafted), np.array(accepted), np.array(blocks))
+
+    def _learn_steps(self, slots: Ints, drafted: Ints, accepted: Ints, blocks: Floats) -> None:
+        """drafted, accepted: [steps, slots]; blocks: [steps, slots, 2, depth]."""
+        tells, rests = (drafted > 0).any(0) | ~np.isnan(blocks[:, :, 1, 0]).all(0), self._rests
+        slots, drafted, accepted, blocks = slots[tells], drafted[:, tells], accepted[:, tells], blocks[:, tells]
+        self.survival.learn(slots, drafted, accepted, blocks)
+        paused, right = rests.paused[slots], accepted.sum(0)
+        drafts = slots[~paused]
+        lost = len(drafted) * rests.price[drafts] - right[~paused]
+        rests.debt[drafts] = np.maximum(rests.debt[drafts] + lost, 0.0)
+        if not paused.any():
+            return
         # A probe that went well is followed by another at once, until choose() leaves depth 0 or one fails.
-        went_well = paused & (right >= rests.price[mine])
         if self.batch:
             self.balance += right[paused].sum() / self.batch.rate
-        rests.follows[mine[went_well]] = True
-        if went_well.any():
-            probed = mine[went_well]
-            self.survival.forget(probed[1 + self.survival.chances(probed)[:, 0] < LIKELY])
+        probed = slots[paused & (right >= rests.price[slots])]
+        rests.follows[probed] = True
+        self.survival.forget(probed[1 + self.survival.chances(probed)[:, 0] < LIKELY])
 
     def measured(
         self, tokens: int, num: int, context: int, verify: float, draft: float | None, drafting: int = 0, depth: int = 0
@@ -315,6 +336,15 @@ class Budget:
         """The time of a step of so many packed tokens, as CostTable.learn has it."""
         assert tokens >= num > 0 and verify > 0, f"{tokens} tokens of {num} requests, {verify} s"
         self.costs.learn(bucket_of(num, context), tokens, verify, draft, drafting, depth, tokens == num)
+
+
+class Told(NamedTuple):
+    """What a step did to its requests."""
+
+    slots: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    blocks: Floats  # as Survival.take_blocks has them
 
 
 class Rests:

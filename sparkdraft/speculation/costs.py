@@ -44,7 +44,7 @@ class Curve:
         self._age = 0  # observations since the curve was drawn
 
     def at(self, tokens: ArrayLike) -> Floats:
-        return np.interp(tokens, _GRID, self.values())
+        return np.asarray(np.interp(np.asarray(tokens, float), _GRID, self.values()))
 
     def learn(self, tokens: float, seconds: float) -> None:
         """Learns from a step. One between two points of the grid corrects both, each by its nearness."""
@@ -92,6 +92,8 @@ class Curve:
         if middle >= 0 and rise > 0:  # past the last point seen it rises as the shape does, as steeply as before it
             steep = max(drawn[last] - drawn[middle], 0.0) / rise
             drawn[last:] = drawn[last] + steep * (self.shape[last:] - self.shape[last])
+        if (drawn[1:] >= drawn[:-1]).all():
+            return drawn
         return np.array(never_falling(drawn.tolist(), [max(weight, 0.1) for weight in self.weight]))
 
 

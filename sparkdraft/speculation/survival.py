@@ -4,8 +4,8 @@ A request counts how often each position was accepted where it was reached. It l
 show (greedy or drawn text, drafts of a model or of the request's own text), and on a first guess before there are any.
 Text that changes is forgotten faster than counts fade.
 
-Where the drafter says how sure it is of a draft (its gap, engine/sampler.py), the chance is sigmoid(slope * gap + base +
-the offset of its position), times a share by which the request's drafts have kept more or less than was promised. The
+Where the drafter says how sure it is of a draft (its gap, engine/sampler.py), the chance is sigmoid(slope * gap + base
++ the offset of its position), times a share by which the request's drafts have kept more or less than was promised. The
 fit follows the target's decisions: each parameter moves by its share of the error over the information that it has
 gathered, as in a Kalman filter without its cross terms. The gaps of a request's last blocks are kept, because blocks
 differ: those that are sure are worth drafting for, and the others are cut.
@@ -37,7 +37,7 @@ LONG = 10.0  # steps that a long request counts for
 MOST = LONG / (1 - RECENT)
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
 FADE = 0.85  # what a step leaves of older surprise
-BLOCKS = 8  # of a request, whose gaps are kept
+BLOCKS = 16  # of a request, whose gaps are kept
 DOUBT = 4.0  # drafts as promised that a request is taken to have had before its first
 MOST_FAIR = 1.1
 # The slope and base that a fit of gaps begins with: of greedy text, and of drawn text.
@@ -72,7 +72,7 @@ class Confidence:
         shape = (-1, *[1] * (gaps.ndim - 1))
         own = self.own[kind].reshape(len(kind), *[1] * (gaps.ndim - 2), -1)
         score = self.slope[kind].reshape(shape) * bounded(gaps) + self.base[kind].reshape(shape) + own
-        return 1 / (1 + np.exp(-score))
+        return np.asarray(1 / (1 + np.exp(-score)))
 
     def learn(self, kind: int, gaps: Floats, right: NDArray[np.bool_], compared: NDArray[np.bool_]) -> None:
         """Learns from the drafts [blocks, depth] that were compared: right, or the first of its block that was not."""
@@ -81,7 +81,8 @@ class Confidence:
         error, doubt = np.where(compared, [right - chance, chance * (1 - chance)], 0.0)
         gap = np.where(compared, gap, 0.0)
         known, own = self._known[:, kind], self._known_own[kind]
-        known[:] = np.minimum(known + ((doubt * gap * gap).sum(), doubt.sum()), (REMEMBERED * WIDEST, REMEMBERED))
+        known += (doubt * gap * gap).sum(), doubt.sum()
+        known[:] = np.minimum(known, (REMEMBERED * WIDEST, REMEMBERED))
         own[:] = np.minimum(own + doubt.sum(0), REMEMBERED)
         # The three share one error; a third each would settle too slowly, all of it would swing.
         self.slope[kind] += (error * gap).sum() / known[0] / 2
@@ -112,6 +113,7 @@ class Survival:
         for mine, fresh in zip(self._own, self._state(1), strict=True):
             mine[slot] = fresh[0]
         self._own.kind[slot], self._own.gaps[slot] = kind, self._usual.gaps[kind]
+        self._own.usual[slot] = self.prior[kind]
         return slot
 
     def close(self, slot: int) -> None:
@@ -122,10 +124,10 @@ class Survival:
     # ---- what is expected
 
     def kind(self, slots: Ints) -> Ints:
-        return self._own.kind[slots]
+        return np.asarray(self._own.kind[slots])
 
     def tried(self, slots: Ints) -> Floats:
-        return self._own.counts[slots, 1, 0]
+        return np.asarray(self._own.counts[slots, 1, 0])
 
     def chances(self, slots: Ints) -> Floats:
         """[slots, depth]: the chance of each position, once it is reached."""
@@ -144,57 +146,62 @@ class Survival:
         if self.some_gaps:
             gaps = self._own.gaps[slots]
             usual = np.where(np.isnan(gaps), usual, self.fair(slots)[:, None, None] * self._sure(slots, gaps))
-        return np.minimum(usual, MOST_SURE).cumprod(2)
+        return np.asarray(np.minimum(usual, MOST_SURE).cumprod(2))
 
     def fair(self, slots: Ints) -> Floats:
         """Multiplies a request's chances: its drafts have kept more or less than was promised."""
         kept = self._own.kept[slots] + DOUBT
-        return np.minimum(kept[:, 1] / kept[:, 0], MOST_FAIR)
-
-    def has_block(self, slots: Ints) -> NDArray[np.bool_]:
-        """Whether a block is being verified whose gaps are known."""
-        return ~np.isnan(self._own.block[slots, 0])
+        return np.asarray(np.minimum(kept[:, 1] / kept[:, 0], MOST_FAIR))
 
     def expect(self, slots: Ints, gaps: Floats) -> Floats:
         """Blocks [slots, depth] are being verified, or some of their drafts: their survivals. NaN: it was not made."""
         own = self._own
         sure = np.minimum(self.fair(slots)[:, None] * self._sure(slots, gaps), MOST_SURE)
-        chances = np.where(np.isnan(gaps), self.chances(slots), sure)
-        own.gaps[slots, 1:] = own.gaps[slots, :-1]
-        own.gaps[slots, 0] = gaps
-        own.block[slots] = chances
-        for kind in np.unique(own.kind[slots]):
-            newest = gaps[own.kind[slots] == kind][:BLOCKS]
-            kept = self._usual.gaps[kind]
-            kept[len(newest) :] = kept[: BLOCKS - len(newest)].copy()
-            kept[: len(newest)] = newest
-        return chances.cumprod(1)
+        chances = np.where(np.isnan(gaps), own.usual[slots], sure)
+        own.block[slots] = np.stack((gaps, chances), 1)
+        return np.asarray(chances.cumprod(1))
 
     # ---- what happened
 
-    def learn(self, slots: Ints, drafted: Ints, accepted: Ints) -> bool:
-        """After a step, for requests that drafted. Drafts behind the first refused are neither taken nor refused.
-        Returns whether some text has changed."""
-        own, position = self._own, self._positions
-        drafted, accepted = drafted[:, None], accepted[:, None]
+    def take_blocks(self, slots: Ints) -> Floats:
+        """[slots, 2, depth]: gaps and chances of the blocks that were verified; NaN: the drafter said nothing."""
+        blocks = self._own.block[slots]
+        self._own.block[slots] = np.nan
+        return np.asarray(blocks)
+
+    def learn(self, slots: Ints, drafted: Ints, accepted: Ints, blocks: Floats) -> int:
+        """After steps of the same requests: drafted and accepted [steps, slots], and the blocks of each step. Drafts
+        behind the first refused are neither taken nor refused. Returns how many texts have changed."""
+        own, position, age = self._own, self._positions, np.arange(len(drafted))[::-1, None]
+        drafted, accepted = drafted[..., None], accepted[..., None]
         right, compared = position < accepted, position < np.minimum(accepted + 1, drafted)
-        counts, chances = np.array((right, compared), float).swapaxes(0, 1), own.usual[slots]
+        counts, chances = np.stack((right, compared), 2).astype(float), own.usual[slots][None]
+        memory, kinds = MEMORY**age, own.kind[slots]
         if self.some_gaps:
-            blocks = self.has_block(slots)
-            chances = np.where(blocks[:, None], own.block[slots], chances)
-            self._learn_blocks(slots[blocks], chances[blocks], right[blocks], compared[blocks])
+            gaps, sure = blocks[:, :, 0], blocks[:, :, 1]
+            known = ~np.isnan(sure[..., :1])
+            chances = np.where(known, sure, chances)
             # drafts that were cut count with their chance, or only sure ones would ever count
-            cut = blocks[:, None] & (position >= drafted) & (accepted == drafted)
-            reached = np.where(position < drafted, 1.0, chances).cumprod(1)
-            counts[:, 0] += np.where(cut, reached, 0.0)
-            counts[:, 1] += np.where(cut, reached / np.maximum(chances, 1e-9), 0.0)
+            cut = known & (position >= drafted) & (accepted == drafted)
+            reached = np.where(position < drafted, 1.0, chances).cumprod(2)
+            counts[:, :, 0] += np.where(cut, reached, 0.0)
+            counts[:, :, 1] += np.where(cut, reached / np.maximum(chances, 1e-9), 0.0)
+            told = compared & known
+            kept = np.stack((np.where(told, chances, 0.0).sum(2), (right & known).sum(2)), 2)
+            own.kept[slots] = MEMORY ** len(drafted) * own.kept[slots] + (memory[..., None] * kept).sum(0)
+            self._learn_gaps(slots, kinds, gaps, right, told)
         before = own.counts[slots]
+        own.counts[slots] = MEMORY ** len(drafted) * before + (memory[..., None, None] * counts).sum(0)
         share = LONG / np.maximum(before[:, 1:, :1], LONG)
-        own.counts[slots] = MEMORY * before + counts
-        self._learn_usual(own.kind[slots], share * counts)
-        excess = np.where(compared, right - chances, 0.0).sum(1)
-        doubt = np.where(compared, chances * (1 - chances), 0.0).sum(1)
-        return self._watch(slots, np.array((excess, doubt)).T)
+        for kind in set(kinds.tolist()):
+            usual = self._usual.counts[kind]
+            usual += (share * counts)[:, kinds == kind].sum((0, 1))
+            # No more than LONG steps of a few requests: a batch of many says no more about the next text.
+            usual *= MOST / max(usual[1, 0], MOST)
+        self._prior_is_old = True
+        excess = np.where(compared, right - chances, 0.0).sum(2)
+        doubt = np.where(compared, chances * (1 - chances), 0.0).sum(2)
+        return self._watch(slots, np.stack((excess, doubt), 2), age)
 
     def forget(self, slots: Ints) -> None:
         """The text has changed: what was learnt, and what other requests showed, counts as one observation each."""
@@ -209,43 +216,36 @@ class Survival:
     def _state(self, size: int) -> State:
         depth = self.max_depth
         gaps = np.full((size, BLOCKS if self.some_gaps else 1, depth), np.nan)
-        usual, block = np.full((2, size, depth), np.nan)
+        usual, block = np.zeros((size, depth)), np.full((size, 2, depth), np.nan)
         pairs = np.zeros((2, size, 2))
-        return State(
-            np.zeros(size, np.int64), np.zeros((size, 2, depth)), np.full(size, TRUST), *pairs, gaps, usual, block
-        )
+        counts, trust = np.zeros((size, 2, depth)), np.full(size, TRUST)
+        return State(np.zeros(size, np.int64), counts, trust, pairs[0], pairs[1], gaps, usual, block)
 
     def _sure(self, slots: Ints, gaps: Floats) -> Floats:
         return self.fits.chances(self._own.kind[slots], gaps)
 
-    def _learn_blocks(self, slots: Ints, block: Floats, right: NDArray[np.bool_], compared: NDArray[np.bool_]) -> None:
-        own = self._own
-        kept = np.array((np.where(compared, block, 0.0).sum(1), right.sum(1))).T
-        own.kept[slots] = MEMORY * own.kept[slots] + kept
-        kinds, gaps = own.kind[slots], own.gaps[slots, 0]
-        for kind in set(kinds.tolist()):
-            mine = kinds == kind
-            self.fits.learn(kind, gaps[mine], right[mine], compared[mine] & ~np.isnan(gaps[mine]))
-        own.block[slots] = np.nan
+    def _learn_gaps(
+        self, slots: Ints, kinds: Ints, gaps: Floats, right: NDArray[np.bool_], told: NDArray[np.bool_]
+    ) -> None:
+        """Keeps the newest blocks, and fits the chances of all kinds to what became of them."""
+        made = ~np.isnan(gaps[:, :, 0]).any(0)
+        self._own.gaps[slots[made]] = newest(gaps[::-1, made].swapaxes(0, 1), self._own.gaps[slots[made]])
+        for kind in set(kinds[made].tolist()):
+            mine = made & (kinds == kind)
+            blocks, right_of, told_of = (each[::-1, mine].reshape(-1, self.max_depth) for each in (gaps, right, told))
+            self._usual.gaps[kind] = newest(blocks, self._usual.gaps[kind])
+            self.fits.learn(kind, blocks, right_of, told_of & ~np.isnan(blocks))
 
-    def _learn_usual(self, kinds: Ints, counts: Floats) -> None:
-        for kind in set(kinds.tolist()):
-            usual = self._usual.counts[kind]
-            usual += counts[kinds == kind].sum(0)
-            # No more than LONG steps of a few requests: a batch of many says no more about the next text.
-            usual *= MOST / max(usual[1, 0], MOST)
-        self._prior_is_old = True
-
-    def _watch(self, slots: Ints, step: Floats) -> bool:
+    def _watch(self, slots: Ints, steps: Floats, age: Ints) -> int:
         """Compares steps with what was expected; text that changed is forgotten faster than memory fades."""
-        surprise = self._own.surprise[slots] * (FADE, FADE**2) + step
+        fade = np.array((FADE, FADE**2))
+        surprise = self._own.surprise[slots] * fade ** len(steps) + (steps * fade ** age[..., None]).sum(0)
         self._own.surprise[slots] = surprise
         # the half: one refusal of a sure thing is no change
         changed = surprise[:, 0] ** 2 > SURPRISE * (surprise[:, 1] + 0.5)
         if changed.any():
             self.forget(slots[changed])
-            return True
-        return False
+        return int(changed.sum())
 
 
 class State(NamedTuple):
@@ -258,7 +258,7 @@ class State(NamedTuple):
     kept: Floats  # [slots, 2]: decayed sum of the chances of drafts that were compared, and of those accepted
     gaps: Floats  # [slots, blocks, depth]: of the last blocks, the newest first; NaN: it was not made
     usual: Floats  # [slots, depth]: the chances that were expected last
-    block: Floats  # [slots, depth]: chances of the block that is being verified; NaN: none is
+    block: Floats  # [slots, 2, depth]: gaps and chances of the block that is being verified; NaN: none is
 
     def grown(self, more: State) -> State:
         return State(*(np.concatenate(pair) for pair in zip(self, more, strict=True)))
@@ -279,6 +279,11 @@ def _nearness(depth: int) -> Floats:
     """[from, to]: the weight of a position in what a later one expects for itself."""
     distance = np.arange(depth) - np.arange(depth)[:, None]
     return np.where(distance > 0, NEAR ** (distance - 1.0), 0.0)
+
+
+def newest(more: Floats, blocks: Floats) -> Floats:
+    """As many blocks as before, [..., blocks, depth], the newest first."""
+    return np.concatenate((more, blocks), -2)[..., : blocks.shape[-2], :]
 
 
 def bounded(gaps: Floats) -> Floats:

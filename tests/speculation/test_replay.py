@@ -49,7 +49,13 @@ def replay(machine: Machine, cut: bool, seed: int = 0) -> tuple[float, float, fl
             )
             taken = accepted(place, kept)
             made.record([slot], [kept], [taken])
-            time, steps, rows, tokens, place = time + sum(parts), steps + 1, rows + 1 + kept, tokens + 1 + taken, place + 1 + taken
+            time, steps, rows, tokens, place = (
+                time + sum(parts),
+                steps + 1,
+                rows + 1 + kept,
+                tokens + 1 + taken,
+                place + 1 + taken,
+            )
         made.close(slot)
     return tokens * machine.step(1, 0) / time, rows / steps, tokens / steps
 
@@ -60,7 +66,11 @@ def fixed(machine: Machine, depth: int) -> float:
         place = places[0]
         while place <= places[-1]:
             taken = accepted(place, depth)
-            time, written, place = time + machine.step(1, depth, int(depth > 0), depth), written + 1 + taken, place + 1 + taken
+            time, written, place = (
+                time + machine.step(1, depth, int(depth > 0), depth),
+                written + 1 + taken,
+                place + 1 + taken,
+            )
     return written * machine.step(1, 0) / time
 
 
