@@ -162,7 +162,7 @@ class Drafting:
         row, longest = 0, max(w.stop for w in batch.work)
         # depths were chosen for this many requests; prompts will join them
         decoding = sum(w.decodes for w in batch.work)
-        for work, accepted in zip(batch.work, num_accepted, strict=True):
+        for work in batch.work:
             pays = self._could_pay(decoding if work.decodes else len(batch.work), longest)
             if self.proposer and (pays or work.drafts or self._asked(work.request)):
                 self.proposer.observe(work, runner, row)
@@ -184,7 +184,7 @@ class Drafting:
     def cut_terms(self, requests: Sequence[Request | None], depths: dict[Request, int], extra: int = 0) -> list[float]:
         """By what the device admits drafts of these requests, which have its slots in this order (None: an empty slot);
         none: there is nothing to cut. extra: as in `depths`."""
-        if not self.cuts or not depths or not self.proposer or not self.budget or not self.budget.batch:
+        if not self.cuts or not depths or not self.proposer or not self.budget:
             return []
         slots = [self._of(r).slots[self.model] if r in depths and self._asked(r) is None else None for r in requests]
         wanted = [depths.get(r, 0) if r else 0 for r in requests]

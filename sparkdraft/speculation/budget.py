@@ -34,6 +34,7 @@ WAIT = 16  # steps between pausing and a probe, and between probes, at least
 NEWCOMER = 2  # but only so many for each step in which a request has drafted: one refused draft says little
 LOOK = 4  # steps that a choice holds for, at most, where requests draft
 MAX_PROBE = 4
+ALIKE = 0.5  # a probe is for the likeliest request, and for those that are at least so likely beside it
 CHEAP = 1.25  # a probe is as deep as costs at most so many times the shallowest
 LIKELY = 1.5  # tokens expected with one draft: above, a probe that goes well is no sign that the text has changed
 HOPED = 0.97  # chance of each draft with which drafting must pay somewhere, or a batch does not even probe
@@ -231,6 +232,8 @@ class Budget:
         due = rests.paused[slots] & (left == 0)
         if not due.any():
             return int(np.ceil(left.min()))
+        likely = np.where(due, self.survival.expected(slots)[:, :, 0].mean(1), 0.0)
+        due &= likely >= ALIKE * likely.max()
         depth, price = self._probe(depths, due, self._by_model[self.survival.kind(slots)], batch)
         self.balance = max(min(self.balance, max(CREDIT, price)), -DEBT * batch.plain)
         loss = (
@@ -279,7 +282,7 @@ class Budget:
         known = self.survival.fair(np.array([slot or 0 for slot in slots]))
         fits = self.survival.fits
         whole = sum(depth for depth, is_held in zip(depths, held, strict=True) if is_held)
-        worth = self._worth(tokens + whole, sum(depths) - whole)
+        worth = np.zeros(1) if all(held) else self._worth(tokens + whole, sum(depths) - whole)
         return np.column_stack((fits.slope, fits.base, fits.own)), np.where(held, -1.0, known), worth
 
     def expect(self, slots: Sequence[int], gaps: Floats) -> None:

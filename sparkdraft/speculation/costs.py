@@ -22,6 +22,7 @@ GRID = [*range(1, 17), *(quarter << octave for octave in range(2, 12) for quarte
 _GRID = np.array(GRID, float)
 REDRAW = 8  # a mean of this many steps moves little with each: the curve is redrawn after as many more
 LATE = 1.5  # a step slower than this times the belief counts as this slow: something else ran
+INSTANT = 1e-9  # seconds of a pass at least: ratios are taken
 REMEMBERED = 50.0  # steps that a mean weighs at most
 DRIFT = 0.1  # share of a well-known point's change that all points follow: the machine is slower
 # Tokens of one text share experts: n of them read as many as n ** 0.7 unrelated tokens do.
@@ -154,7 +155,8 @@ class CostTable:
             if costs.draft is None:
                 known = self._draft_of(bucket)
                 costs.draft = Curve(known.values() if known else first_shape(1, lambda rows: 1.0))
-            costs.draft.learn(*((drafting, draft / depth) if self._chain else (drafting * (1 + depth), draft)))
+            tokens, passes = (drafting, depth) if self._chain else (drafting * (1 + depth), 1)
+            costs.draft.learn(tokens, max(draft, INSTANT) / passes)
 
     def plain(self, bucket: Bucket, tokens: float) -> float:
         """The seconds of a step that does not draft."""

@@ -29,9 +29,9 @@ Ints = NDArray[np.int64]
 
 TRUST = 8.0  # how many observations the shared prior is worth to a new request
 MEMORY = 0.985  # what a step leaves of older steps' counts: about 65 steps are remembered
-RECENT = 0.7  # what a request leaves of older requests' counts: text is most like the text before it
+RECENT = 0.7  # what a long request leaves of older requests' counts: text is most like the text before it
 NEAR = 0.6  # weight of a position over that of the next, in what later ones expect for themselves
-GUESS = 12.0  # and the first guess to the prior
+GUESS = 12.0  # and the first guess to the prior, until it fades
 SHIFT = 3.0  # observations that a shift leans on
 LONG = 10.0  # steps that a long request counts for
 MOST = LONG / (1 - RECENT)
@@ -100,6 +100,7 @@ class Survival:
         self.prior, self._prior_is_old = self.start.copy(), False  # [kinds, depth]
         self._positions = np.arange(max_depth)
         self._usual = self._state(len(kinds))  # of all requests of a kind
+        self._usual.trust[:] = GUESS
         self._own = self._state(0)
         self._free: list[int] = []
 
@@ -117,8 +118,9 @@ class Survival:
         return slot
 
     def close(self, slot: int) -> None:
-        if self._own.counts[slot, 1, 0]:
-            self._usual.counts[self._own.kind[slot]] *= RECENT
+        kind, left = self._own.kind[slot], RECENT ** (min(self._own.counts[slot, 1, 0], LONG) / LONG)
+        self._usual.counts[kind] *= left
+        self._usual.trust[kind] = max(self._usual.trust[kind] * left, 1.0)
         self._free.append(slot)
 
     # ---- what is expected
@@ -133,7 +135,7 @@ class Survival:
         """[slots, depth]: the chance of each position, once it is reached."""
         own = self._own
         if self._prior_is_old:
-            usual, trust = self._usual.counts, np.full(len(self.kinds), GUESS)
+            usual, trust = self._usual.counts, self._usual.trust
             self.prior[:], self._prior_is_old = blend(usual[:, 0], usual[:, 1], self.start, trust), False
         counts = own.counts[slots]
         own.usual[slots] = chances = blend(counts[:, 0], counts[:, 1], self.prior[own.kind[slots]], own.trust[slots])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkdraft.speculation.budget import Budget
+from sparkdraft.speculation.budget import Batch, Budget
+from sparkdraft.speculation.costs import GRID, Curve
 from sparkdraft.speculation.survival import Kind
 
 MAX_DEPTH = 15
@@ -141,3 +142,11 @@ def run(
 
 def rate(steps: Sequence[Step]) -> float:
     return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+
+
+def price(made: Budget, tokens: float, depth: int = MAX_DEPTH) -> None:
+    """Every request drafts so deep from now on, and a draft costs so many tokens to verify."""
+    batch = made.batch = Batch(made.costs, (0, 0), 1, 0)
+    batch.rate, batch.verify = 1.0, Curve(tokens * np.array(GRID, float))
+    made.choose = lambda slots, *context: [depth] * len(slots)  # type: ignore[method-assign]
+    made.measured = lambda *args: None  # type: ignore[method-assign]
