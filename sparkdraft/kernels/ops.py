@@ -515,8 +515,8 @@ class Ops(KeepsWeights, Protocol):
         temperature: Tensor,  # float32 [seqs]; 0: greedy text
         terms: DraftTerms,
     ) -> Tensor:  # int32 [seqs]
-        """Return how many drafts of each sequence are verified: over all sequences, those that are likeliest to survive,
-        as many as are worth their cost."""
+        """Return how many drafts of each sequence are verified: of all sequences together, the likeliest to survive, as
+        many as are worth their cost."""
 
     def make_rows(
         self,

@@ -94,7 +94,7 @@ class Curve:
             steep = max(drawn[last] - drawn[middle], 0.0) / rise
             drawn[last:] = drawn[last] + steep * (self.shape[last:] - self.shape[last])
         if (drawn[1:] >= drawn[:-1]).all():
-            return drawn
+            return np.asarray(drawn)
         return np.array(never_falling(drawn.tolist(), [max(weight, 0.1) for weight in self.weight]))
 
 

@@ -234,9 +234,11 @@ class Survival:
         self._own.gaps[slots[made]] = newest(gaps[::-1, made].swapaxes(0, 1), self._own.gaps[slots[made]])
         for kind in set(kinds[made].tolist()):
             mine = made & (kinds == kind)
-            blocks, right_of, told_of = (each[::-1, mine].reshape(-1, self.max_depth) for each in (gaps, right, told))
+            size = (-1, self.max_depth)
+            blocks = gaps[::-1, mine].reshape(size)
             self._usual.gaps[kind] = newest(blocks, self._usual.gaps[kind])
-            self.fits.learn(kind, blocks, right_of, told_of & ~np.isnan(blocks))
+            compared = told[::-1, mine].reshape(size) & ~np.isnan(blocks)
+            self.fits.learn(kind, blocks, right[::-1, mine].reshape(size), compared)
 
     def _watch(self, slots: Ints, steps: Floats, age: Ints) -> int:
         """Compares steps with what was expected; text that changed is forgotten faster than memory fades."""
