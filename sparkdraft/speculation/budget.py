@@ -153,11 +153,11 @@ class Budget:
 
     def _best(self, slots: Ints, batch: Batch) -> Ints:
         """The depths that promise the most tokens a second. Those that are cut later are expected to be."""
-        expected, kinds = self.survival.expected(slots), self.survival.kind(slots)
+        (expected, weights), kinds = self.survival.expected(slots), self.survival.kind(slots)
         by_model, cut = self._by_model[kinds], self.survival.finds_gaps[kinds]
-        num_model, blocks = int(by_model.sum()), expected.shape[1]
+        num_model, each = int(by_model.sum()), weights[:, :, None]
         passes = self._passes(batch, num_model)
-        drafts, tokens = self._histogram(expected)
+        drafts, tokens = self._histogram(expected, each)
         seconds = passes[:, None] + batch.verify.at(batch.tokens + drafts)
         rates = (batch.num + tokens) / seconds
         best = int(rates.argmax())
@@ -167,7 +167,7 @@ class Budget:
         # What each request brings beyond what the border asks for, and whether that pays for its own part of the pass.
         choices = self.depths[: most + 1]
         whole = expected[:, 0].cumsum(1)[:, choices - 1] - border * choices
-        over = np.maximum(expected[:, :, : choices[-1]] - border, 0.0).sum((1, 2)) / blocks
+        over = (each * np.maximum(expected[:, :, : choices[-1]] - border, 0.0)).sum((1, 2))
         gain = np.where(cut, over, whole.max(1))
         own = (passes[most] - self._passes(batch, 1)[most]) / (num_model - 1) if num_model > 1 else 0.0
         rests = self._rests.paused[slots] | (self.survival.tried(slots) == 0)
@@ -176,15 +176,18 @@ class Budget:
 
         alike = self.depths[int(rates[:, -1].argmax())]
         tried = np.array([chosen, np.where(cut, chosen, alike), np.where(by_model, 0, chosen)])
-        taken = (self._positions < tried[:, :, None, None]) & (expected >= floor)
-        drafts, tokens = taken.sum((1, 2, 3)) / blocks, np.where(taken, expected, 0.0).sum((1, 2, 3)) / blocks
+        taken = each * ((self._positions < tried[:, :, None, None]) & (expected >= floor))
+        drafts, tokens = taken.sum((1, 2, 3)), (taken * expected).sum((1, 2, 3))
         seconds = self._before(batch, tried, by_model) + batch.verify.at(batch.tokens + drafts)
         reached = (batch.num + tokens) / seconds
         best = int(reached.argmax())
         if reached[best] <= batch.rate * (MARGIN if rests.all() else 1.0):
             return np.zeros(len(slots), np.int64)
         batch.rate = float(reached[best])
-        self._rests.price[slots] = (seconds[best] / batch.plain - 1) * batch.num / max((tried[best] > 0).sum(), 1)
+        worth, passed = batch.num / batch.plain, seconds[best] - batch.verify.at(batch.tokens + drafts[best])
+        self._rests.price[slots] = (passed - batch.before) * worth / max((tried[best] > 0).sum(), 1)
+        verified = batch.verify.at((batch.tokens, batch.tokens + drafts[best]))
+        self._rests.each[slots] = (verified[1] - verified[0]) * worth / max(drafts[best], 1.0)
         return np.asarray(tried[best])
 
     def _before(self, batch: Batch, depths: Ints, by_model: Ints) -> Floats:
@@ -199,14 +202,15 @@ class Budget:
             return np.full(len(self.depths), batch.before)
         return self.costs.drafting(batch.bucket, batch.num if self._for_all else drafting, self.depths, batch.plain)
 
-    def _histogram(self, expected: Floats) -> tuple[Floats, Floats]:
-        """[choices, borders]: how many drafts reach a border, to each depth, and their survivals' sum."""
+    def _histogram(self, expected: Floats, each: Floats) -> tuple[Floats, Floats]:
+        """[choices, borders]: how many drafts reach a border, to each depth, and their survivals' sum. each: the weights
+        of blocks."""
         cells = (expected * LEVELS).astype(np.int64) + LEVELS * self._positions
         size = LEVELS * self.max_depth
         found = []
-        for weights in (None, expected.ravel()):
-            sums = np.bincount(cells.ravel(), weights, size).reshape(self.max_depth, LEVELS)[:, :0:-1]
-            found.append(sums.cumsum(1).cumsum(0)[self.depths - 1] / expected.shape[1])
+        for counted in (np.broadcast_to(each, expected.shape), each * expected):
+            sums = np.bincount(cells.ravel(), counted.ravel(), size).reshape(self.max_depth, LEVELS)[:, :0:-1]
+            found.append(sums.cumsum(1).cumsum(0)[self.depths - 1])
         return found[0], found[1]
 
     # ---- pauses and probes
@@ -232,13 +236,12 @@ class Budget:
         due = rests.paused[slots] & (left == 0)
         if not due.any():
             return int(np.ceil(left.min()))
-        likely = np.where(due, self.survival.expected(slots)[:, :, 0].mean(1), 0.0)
-        due &= likely >= ALIKE * likely.max()
+        expected, weights = self.survival.expected(slots)
+        usual = (expected * weights[:, :, None]).sum(1) * due[:, None]
+        due &= usual[:, 0] >= ALIKE * usual[:, 0].max()
         depth, price = self._probe(depths, due, self._by_model[self.survival.kind(slots)], batch)
         self.balance = max(min(self.balance, max(CREDIT, price)), -DEBT * batch.plain)
-        loss = (
-            price - self.survival.expected(slots[due])[:, :, :depth].mean(1).sum() / batch.rate
-        )  # if it goes as usual
+        loss = price - usual[due, :depth].sum() / batch.rate  # if it goes as usual
         if loss > self.balance and not rests.follows[slots].any():
             return int((loss - self.balance) / (BUDGET * batch.plain)) + 1
         self.balance -= price
@@ -322,7 +325,7 @@ class Budget:
         self.survival.learn(slots, drafted, accepted, blocks)
         paused, right = rests.paused[slots], accepted.sum(0)
         drafts = slots[~paused]
-        lost = len(drafted) * rests.price[drafts] - right[~paused]
+        lost = len(drafted) * rests.price[drafts] + rests.each[drafts] * drafted.sum(0)[~paused] - right[~paused]
         rests.debt[drafts] = np.maximum(rests.debt[drafts] + lost, 0.0)
         if not paused.any():
             return
@@ -356,7 +359,9 @@ class Rests:
     def __init__(self, size: int) -> None:
         self.paused, self.follows = np.zeros((2, size), bool)  # follows: its last probe went well
         self.since = np.zeros(size, np.int64)  # when it was paused or probed last
-        self.price, self.debt = np.zeros((2, size))  # of the step under way; of steps since drafts last paid
+        # In tokens: its part of the drafter's pass or a whole probe, each draft that is verified, and what steps have
+        # lost since drafts last paid.
+        self.price, self.each, self.debt = np.zeros((3, size))
 
     def open(self, slot: int) -> None:
         if slot >= len(self.paused):
@@ -364,4 +369,4 @@ class Rests:
             for name, values in vars(self).items():
                 setattr(self, name, np.concatenate((values, getattr(more, name))))
         self.paused[slot] = self.follows[slot] = False
-        self.since[slot], self.price[slot], self.debt[slot] = -WAIT, 0.0, 0.0
+        self.since[slot], self.price[slot], self.each[slot], self.debt[slot] = -WAIT, 0.0, 0.0, 0.0

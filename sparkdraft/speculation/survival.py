@@ -38,6 +38,7 @@ MOST = LONG / (1 - RECENT)
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
 FADE = 0.85  # what a step leaves of older surprise
 BLOCKS = 16  # of a request, whose gaps are kept
+LEAN = 4.0  # weight of other requests' blocks, which stand for those not seen yet
 DOUBT = 4.0  # drafts as promised that a request is taken to have had before its first
 MOST_FAIR = 1.1
 # The slope and base that a fit of gaps begins with: of greedy text, and of drawn text.
@@ -113,8 +114,7 @@ class Survival:
         slot = self._free.pop()
         for mine, fresh in zip(self._own, self._state(1), strict=True):
             mine[slot] = fresh[0]
-        self._own.kind[slot], self._own.gaps[slot] = kind, self._usual.gaps[kind]
-        self._own.usual[slot] = self.prior[kind]
+        self._own.kind[slot], self._own.usual[slot] = kind, self.prior[kind]
         return slot
 
     def close(self, slot: int) -> None:
@@ -141,14 +141,17 @@ class Survival:
         own.usual[slots] = chances = blend(counts[:, 0], counts[:, 1], self.prior[own.kind[slots]], own.trust[slots])
         return chances
 
-    def expected(self, slots: Ints) -> Floats:
-        """[slots, blocks, depth]: survivals of a request's last blocks, as they are judged now; of one mean block where
-        gaps are not found. Drafts that were not made do as well as usual."""
-        usual = self.chances(slots)[:, None]
+    def expected(self, slots: Ints) -> tuple[Floats, Floats]:
+        """[slots, blocks, depth]: survivals of a request's last blocks, as they are judged now, and the weight of each
+        block; of one mean block where gaps are not found. Drafts that were not made do as well as usual."""
+        usual, weights = self.chances(slots)[:, None], np.ones((len(slots), 1))
         if self.some_gaps:
             gaps = self._own.gaps[slots]
+            weights = np.where(np.isnan(gaps[:, :, 0]), LEAN / BLOCKS, 1.0)
+            gaps = np.where(np.isnan(gaps[:, :, :1]), self._usual.gaps[self._own.kind[slots]], gaps)
+            weights /= weights.sum(1, keepdims=True)
             usual = np.where(np.isnan(gaps), usual, self.fair(slots)[:, None, None] * self._sure(slots, gaps))
-        return np.asarray(np.minimum(usual, MOST_SURE).cumprod(2))
+        return np.asarray(np.minimum(usual, MOST_SURE).cumprod(2)), weights
 
     def fair(self, slots: Ints) -> Floats:
         """Multiplies a request's chances: its drafts have kept more or less than was promised."""

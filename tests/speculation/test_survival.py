@@ -74,10 +74,10 @@ def test_the_last_blocks_are_judged_anew() -> None:
     for number in range(BLOCKS + 3):
         made.expect(slot, np.array([[number % 8 / 4] * 3 + [np.nan] * 4]))
         learn(made, int(slot[0]), 3, number % 3)
-    expected = made.expected(slot)[0]
+    expected = made.expected(slot)[0][0]
     assert expected.shape == (BLOCKS, DEPTH) and len(set(expected[:, 0].round(6))) == 8
     assert (np.diff(expected, axis=1) < 0).all()
-    stranger = made.expected(np.array([made.open(0)]))[0]
+    stranger = made.expected(np.array([made.open(0)]))[0][0]
     assert len(set(stranger[:, 0].round(6))) == 8
 
 

@@ -1,8 +1,8 @@
 """Decode steps that the device prepares by itself (engine/slots.py).
 
-Each sequence drafts, and of all drafts the likeliest to survive are verified. Their tokens lie side by side at the front
-of the step. Behind them is padding: it belongs to no sequence and has slot -1, so no kernel writes, attends or routes
-for it.
+Each sequence drafts, and of all drafts the likeliest to survive are verified. Their tokens lie side by side at the
+front of the step. Behind them is padding: it belongs to no sequence and has slot -1, so no kernel writes, attends or
+routes for it.
 
     columns    | seq 0: token d1 d2 d3 | seq 1: token d1 d2 d3 |       width 4; seq 0 keeps 1 draft, seq 1 keeps 2
     rows       | token d1 | token d1 d2 | padding |                    query_start 0, 2, 5
