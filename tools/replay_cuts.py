@@ -152,7 +152,7 @@ def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
     (draft, verify), rng = MACHINES[machine], random.Random(0)
     budget = Budget(DEPTHS[-1], [Kind(START, blocks.drawn, True, cut)], DEPTHS)
     for depth in DEPTHS * 3:
-        budget.measured(1 + depth, 1, 100, verify(depth), draft(depth), int(depth > 0), depth)
+        budget.measured(1 + depth, 1, 100, verify(depth) / 1e3, draft(depth) / 1e3, int(depth > 0), depth)
     time = rows = tokens = steps = 0.0
     for first, count in blocks.texts():
         slot, place = budget.open(0), first
@@ -164,7 +164,7 @@ def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
                 (kept,) = budget.admit([slot], gaps, 1)
             accepted = blocks.accepted(place, kept)
             parts = draft(depth) * rng.gauss(1, 0.03), verify(kept) * rng.gauss(1, 0.03)
-            budget.measured(1 + kept, 1, 100, parts[1], parts[0], int(depth > 0), depth)
+            budget.measured(1 + kept, 1, 100, parts[1] / 1e3, parts[0] / 1e3, int(depth > 0), depth)
             budget.record([slot], [kept], [accepted])
             time, rows, steps = time + draft(depth) + verify(kept), rows + 1 + kept, steps + 1
             tokens, place = tokens + 1 + accepted, place + 1 + accepted

@@ -203,8 +203,8 @@ class Budget:
         return self.costs.drafting(batch.bucket, batch.num if self._for_all else drafting, self.depths, batch.plain)
 
     def _histogram(self, expected: Floats, each: Floats) -> tuple[Floats, Floats]:
-        """[choices, borders]: how many drafts reach a border, to each depth, and their survivals' sum. each: the weights
-        of blocks."""
+        """[choices, borders]: how many drafts reach a border, to each depth, and the sum of their survivals. each: the
+        weights of blocks."""
         cells = (expected * LEVELS).astype(np.int64) + LEVELS * self._positions
         size = LEVELS * self.max_depth
         found = []

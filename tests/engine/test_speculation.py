@@ -186,7 +186,7 @@ def test_always_wrong_is_paused_and_costs_next_to_nothing() -> None:
     engine.add([1], SamplingParams(max_tokens=600, ignore_eos=True), "a")
     drain(engine)
     later = steps[100:]
-    assert engine.drafting.total.num_spec_steps > 5 and sum(later) < 1.02 * cost[0] * len(later)
+    assert engine.drafting.total.num_spec_steps > 3 and sum(later) < 1.02 * cost[0] * len(later)
 
 
 def test_running_requests_count_in_what_was_so_far() -> None:
