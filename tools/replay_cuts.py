@@ -7,7 +7,7 @@
 A recording holds the embedded drafter's block at every place of given texts (responses.npz; sampled texts are written
 first): how sure it is of each draft, and whether the target agrees. So any policy can walk the texts. Policies: fixed
 depths; blocks of 15 that are cut at a price per row, by the engine's own fit, which learns as it walks; and the real
-controller, with and without the cut, on machines whose step costs are given. Loops at the end of texts are left out.
+budget, with and without the cut, on machines whose step costs are given. Loops at the end of texts are left out.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from sparkdraft.drafters.base import CommittedRows
 from sparkdraft.drafters.dflash import DraftBlock
 from sparkdraft.engine.sampler import Draws, pick_sure
 from sparkdraft.operate.bench.accept import LOOP
-from sparkdraft.speculation.costs import interpolate
-from sparkdraft.speculation.cut import Confidence, best_cuts, survivals
-from sparkdraft.speculation.depth import FIRST_FIT, DepthController
+from sparkdraft.speculation.budget import Budget
+from sparkdraft.speculation.survival import Confidence, Kind
 from sparkdraft.text.repetition import loop_start
 
 DEPTHS = [0, 1, 3, 7, 15]
+START = 0.69  # as engine/drafting.py has it
 OUTPUT = 96  # tokens of a sampled text
 PRICES = (0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)  # of a row, in tokens
 Milliseconds = Callable[[int], float]
 # (drafting to a depth, verifying so many drafts), in milliseconds
 MACHINES: dict[str, tuple[Milliseconds, Milliseconds]] = {
     "two Arm cores": (
-        lambda depth: interpolate(DEPTHS, [0.05, 2.2, 2.45, 4.2, 8.5], depth),
-        lambda drafts: interpolate(DEPTHS, [4.85, 5.8, 8.75, 15.2, 28.6], drafts),
+        lambda depth: float(np.interp(depth, DEPTHS, [0.05, 2.2, 2.45, 4.2, 8.5])),
+        lambda drafts: float(np.interp(drafts, DEPTHS, [4.85, 5.8, 8.75, 15.2, 28.6])),
     ),
     "experts on a GPU": (lambda depth: 0.5 if depth else 0.05, lambda drafts: 5.0 * (1 + drafts) ** 0.45),
     "a dense GPU": (lambda depth: 0.6 if depth else 0.05, lambda drafts: 5.0 + 0.02 * drafts),
@@ -132,36 +132,43 @@ def walk(blocks: Blocks, policy: Callable[[int], int], learn: Callable[[int, int
 
 
 def cut_at(blocks: Blocks, price: float) -> tuple[float, float]:
-    fit = Confidence(DEPTHS[-1], *FIRST_FIT[blocks.drawn])
-    worth, lists = [price * k for k in range(DEPTHS[-1] + 1)], blocks.gaps.tolist()
+    """(rows, tokens) per step if a row costs so many tokens; the engine's own fit learns as it walks."""
+    fit, position = Confidence(DEPTHS[-1], [Kind(START, blocks.drawn, True, True)]), np.arange(DEPTHS[-1])
+    zero = np.zeros(1, np.int64)
 
     def policy(place: int) -> int:
-        return best_cuts(survivals(fit.chances(lists[place])), worth, DEPTHS[-1:])[0][1]
+        survival = fit.chances(zero, blocks.gaps[place : place + 1].astype(float))[0].cumprod()
+        return int((survival >= price).sum())
 
-    return walk(blocks, policy, lambda place, drafts, accepted: fit.learn(lists[place], drafts, accepted))
+    def learn(place: int, drafts: int, accepted: int) -> None:
+        compared = position[None] < min(accepted + 1, drafts)
+        fit.learn(0, blocks.gaps[place : place + 1].astype(float), position[None] < accepted, compared)
+
+    return walk(blocks, policy, learn)
 
 
 def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
-    """The real controller over all texts, one request after the other."""
+    """The engine's budget over all texts, one request after the other."""
     (draft, verify), rng = MACHINES[machine], random.Random(0)
-    depths, lists = DepthController(DEPTHS[-1], 0.69, DEPTHS), blocks.gaps.tolist()
+    budget = Budget(DEPTHS[-1], [Kind(START, blocks.drawn, True, cut)], DEPTHS)
     for depth in DEPTHS * 3:
-        depths.measured(depth, 1, 100, draft(depth) + verify(depth), depth, draft(depth) if cut else None)
+        budget.measured(1 + depth, 1, 100, verify(depth) / 1e3, draft(depth) / 1e3, int(depth > 0), depth)
     time = rows = tokens = steps = 0.0
     for first, count in blocks.texts():
-        state, place = depths.open(), first
+        slot, place = budget.open(0), first
         while place < first + count:
-            (depth,) = depths.choose([state], [100])
-            kept = depths.cut(state, lists[place][:depth], blocks.drawn) if depth and cut else depth
-            if kept < depth:
-                depths.verifies([kept], 1)
+            (depth,) = budget.choose([slot], 100)
+            kept = depth
+            if depth and cut:
+                gaps = np.where(np.arange(DEPTHS[-1]) < depth, blocks.gaps[place : place + 1].astype(float), np.nan)
+                (kept,) = budget.admit([slot], gaps, 1)
             accepted = blocks.accepted(place, kept)
             parts = draft(depth) * rng.gauss(1, 0.03), verify(kept) * rng.gauss(1, 0.03)
-            depths.measured(kept, 1, 100, sum(parts), depth, parts[0] if cut else None)
-            depths.record(state, kept, accepted)
+            budget.measured(1 + kept, 1, 100, parts[1] / 1e3, parts[0] / 1e3, int(depth > 0), depth)
+            budget.record([slot], [kept], [accepted])
             time, rows, steps = time + draft(depth) + verify(kept), rows + 1 + kept, steps + 1
             tokens, place = tokens + 1 + accepted, place + 1 + accepted
-        depths.close(state)
+        budget.close(slot)
     speed = tokens * (draft(0) + verify(0)) / time
     return {"times_plain": round(speed, 3), "rows": round(rows / steps, 2), "tokens": round(tokens / steps, 3)}
 

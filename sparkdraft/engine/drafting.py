@@ -1,6 +1,6 @@
 """Decides which source drafts and how deep, and records how it went: the engine's one view of speculation.
 
-In each step it names a depth for every decoding request (fixed by the user, or chosen by speculation/depth.py) and
+In each step it names a depth for every decoding request (fixed by the user, or chosen by speculation/budget.py) and
 fills in drafts: from the request's own text where a long match is found, else from the drafter. After the step it
 passes on what was accepted. Without a drafter and without n-grams it does nothing.
 """
@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Work
 from sparkdraft.drafters.ngram import NGRAM_DEPTH, NgramIndex
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
-from sparkdraft.speculation.costs import Reads
-from sparkdraft.speculation.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
+from sparkdraft.kernels.ops import WIDEST
+from sparkdraft.speculation.budget import Budget, depth_choices
+from sparkdraft.speculation.costs import Bucket, Reads, bucket_of
 from sparkdraft.speculation.stats import SpecStats
+from sparkdraft.speculation.survival import Floats, Kind
 
 # The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False), which is the embedded
 # drafter's mean (docs/numbers/drafting.md). Starting to draft in vain costs 1 %, starting paused up to a quarter.
@@ -43,7 +48,7 @@ class Outcome(NamedTuple):
 class Speculation:
     """What is kept for one request."""
 
-    depth: dict[str, DepthState]  # per source: n-grams and the model differ in cost and in acceptance
+    slots: dict[str, int]  # of the budget, per source: n-grams and the model differ in cost and in acceptance
     ngram: NgramIndex = field(default_factory=NgramIndex)
     stats: SpecStats = field(default_factory=SpecStats)
     source: str = ""  # the source that would draft in the coming step
@@ -90,10 +95,15 @@ class Drafting:
         self.choices = depth_choices(self.max_depth, default, named, chain)
         self.lookahead = self.max_depth
         self.model = proposer.drafter.caps.name if proposer else ""
-        self.controllers = {
-            source: DepthController(self.max_depth, START[source == "ngram"], depths or self.choices, reads)
-            for source in [*(["ngram"] if ngram else []), *([self.model] if proposer else [])]
-        }
+        sources = [*(["ngram"] if ngram else []), *([self.model] if proposer else [])]
+        self._kinds = {(source, drawn): i for i, (source, drawn) in enumerate(product(sources, (False, True)))}
+        kinds = [
+            Kind(START[source == "ngram"], drawn, source != "ngram", source != "ngram" and self.cuts)
+            for source, drawn in self._kinds
+        ]
+        # On a GPU a step is one graph of all requests, whoever drafts.
+        for_all = proposer is not None and proposer.device.type != "cpu"
+        self.budget = Budget(self.max_depth, kinds, depths or self.choices, reads, chain, for_all) if sources else None
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
@@ -106,25 +116,24 @@ class Drafting:
     def check(self, params: SamplingParams) -> None:
         check_depth("num_draft", params.num_draft, self.max_depth, bool(self.proposer))
 
-    def depths(self, requests: list[Request]) -> dict[Request, int]:
-        """The number of drafts wanted for each request that may draft in the coming step."""
-        if not self.max_depth or self.is_off:
+    def depths(self, requests: list[Request], extra: int = 0) -> dict[Request, int]:
+        """The number of drafts wanted for each request that may draft in the coming step. extra: tokens of that step
+        beside one per request, such as a prompt's."""
+        if not self.budget or self.is_off:
             return {}
         depths: dict[Request, int] = {}
-        free: dict[str, list[Request]] = {}  # requests that name no depth, per source
+        free: dict[Request, int] = {}  # the slot of each request that names no depth
         for request in requests:
             asked = self._asked(request)
             if asked != 0 and (source := self._look_up(request)):
                 if asked is not None:
                     depths[request] = min(asked, self.max_depth)
                 else:
-                    free.setdefault(source, []).append(request)
-        for source, group in free.items():
-            states = [self._requests[r].depth[source] for r in group]
-            controller, contexts = self.controllers[source], [r.num_tokens for r in group]
-            chosen = controller.choose(states, contexts, len(requests) - len(group))
-            if any(chosen):
-                depths |= zip(group, chosen, strict=True)
+                    free[request] = self._of(request).slots[source]
+        if free:
+            longest, others = max(r.num_tokens for r in requests), len(requests) - len(free)
+            chosen = self.budget.choose(list(free.values()), longest, others, extra + sum(depths.values()))
+            depths |= zip(free, chosen, strict=True)
         limited = {r: self._limited(r, depth) for r, depth in depths.items() if depth}
         return {r: depth for r, depth in limited.items() if depth > 0}
 
@@ -137,10 +146,10 @@ class Drafting:
                 work.drafts = self._of(work.request).ngram.propose(work.most_drafts)
         neural = [w for w in drafting if not w.drafts]
         if self.proposer and neural:
-            for work, (drafts, gaps) in zip(neural, self.proposer.propose(neural), strict=True):
-                work.drafts = drafts[: self._cut(work, gaps)] if gaps else drafts
-            if any(w.num_draft < w.most_drafts for w in neural):
-                self.controllers[self.model].verifies([w.num_draft for w in neural], len(batch.work))
+            found = self.proposer.propose(neural)
+            for work, (drafts, _) in zip(neural, found, strict=True):
+                work.drafts = drafts
+            self._admit(batch, neural, [gaps for _, gaps in found])
 
     def observe(self, batch: Batch, num_accepted: Sequence[int], runner: Runner) -> None:
         """After the step: shows the drafter the committed tokens, and records what was accepted."""
@@ -152,73 +161,70 @@ class Drafting:
         row, longest = 0, max(w.stop for w in batch.work)
         # depths were chosen for this many requests; prompts will join them
         decoding = sum(w.decodes for w in batch.work)
-        for work, accepted in zip(batch.work, num_accepted, strict=True):
+        for work in batch.work:
             pays = self._could_pay(decoding if work.decodes else len(batch.work), longest)
             if self.proposer and (pays or work.drafts or self._asked(work.request)):
                 self.proposer.observe(work, runner, row)
             elif self.proposer:
                 self.proposer.pass_over(work)
             row += work.num_scheduled
-            if work.decodes:
-                self.learn(work.request, work.num_draft, accepted, work.source, work.num_refused)
+        works = [(work, accepted) for work, accepted in zip(batch.work, num_accepted, strict=True) if work.decodes]
+        for work, accepted in works:
+            self._of(work.request).stats.record(work.num_draft + work.num_refused, accepted, work.source)
+        # the first draft that a grammar refused counts as compared
+        self._learn([(w.request, w.source, w.num_draft + bool(w.num_refused), accepted) for w, accepted in works])
 
-    def learn(self, request: Request, num_draft: int, accepted: int, source: str, num_refused: int = 0) -> None:
-        """Records one step of a request: drafts that ran, drafts that a grammar refused before, accepted drafts."""
-        kept = self._of(request)
-        kept.stats.record(num_draft + num_refused, accepted, source)
-        source = source or kept.source
-        if source in self.controllers and self._asked(request) is None:
-            compared = num_draft + bool(num_refused)  # the first draft that a grammar refused counts as compared
-            self.controllers[source].record(kept.depth[source], compared, accepted)
+    def _learn(self, steps: list[tuple[Request, str, int, int]]) -> None:
+        """Shows the budget (request, source, compared drafts, accepted drafts) of one step."""
+        told = [(self._of(r).slots[source], n, k) for r, source, n, k in steps if source and self._asked(r) is None]
+        if told and self.budget:
+            self.budget.record(*zip(*told, strict=True))
 
-    def cut_terms(self, requests: list[Request], depths: dict[Request, int]) -> list[float]:
-        """By what the device cuts the blocks of these requests; none: there is nothing to cut."""
-        if not self.cuts or not depths:
+    def cut_terms(self, requests: Sequence[Request | None], depths: dict[Request, int], extra: int = 0) -> list[float]:
+        """By what the device admits drafts of these requests, which have its slots in this order (None: an empty slot);
+        none: there is nothing to cut. extra: as in `depths`."""
+        if not self.cuts or not depths or not self.proposer or not self.budget:
             return []
-        chosen = (r in depths and self._asked(r) is None for r in requests)
-        states = [self._of(r).depth[self.model] if cut else None for r, cut in zip(requests, chosen, strict=True)]
-        return self.controllers[self.model].cut_terms(states)
+        slots = [self._of(r).slots[self.model] if r in depths and self._asked(r) is None else None for r in requests]
+        wanted = [depths.get(r, 0) if r else 0 for r in requests]
+        num = sum(r is not None for r in requests)
+        fits, fair, worth = self.budget.terms(slots, wanted, num + extra)
+        own = fits[[self._kinds[self.model, drawn] for drawn in (False, True)]]
+        spare = [-1.0] * (self.proposer.plan.max_seqs - len(requests))
+        return [*own.ravel().tolist(), *fair.tolist(), *spare, *worth.tolist()]
 
-    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
+    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float, extra: int = 0) -> None:
         """Records one overlapped step, in which only the model drafts. seconds: its time; verify: the part of it after
-        drafting. Each is 0 if it is not known."""
-        if not self.max_depth:
+        drafting. Each is 0 if it is not known. extra: its tokens beside those of these requests, such as a prompt's."""
+        if not self.budget:
             return
+        cut = [step for step in steps if step.gaps and step.source == self.model and self._asked(step.request) is None]
+        if cut:
+            slots = [self._of(step.request).slots[self.model] for step in cut]
+            self.budget.expect(slots, self._table([step.gaps for step in cut]))
         num_drafting = sum(step.drafted > 0 for step in steps)
-        for request, drafted, verified, accepted, gaps, source in steps:
-            if gaps and self._asked(request) is None and source == self.model:
-                state = self._of(request).depth[self.model]
-                self.controllers[self.model].expect(state, gaps, request.params.temperature > 0)
-            self.learn(request, verified, accepted, source)
+        for request, drafted, verified, accepted, _, source in steps:
+            stats = self._of(request).stats
+            stats.record(verified, accepted, source)
             if drafted:
                 draft = seconds - verify if verify else 0.0
-                self._of(request).stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
+                stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
+        self._learn([(s.request, s.source, s.verified, s.accepted) for s in steps if s.drafted])
         if seconds:
-            self._measured_overlapped(steps, seconds, verify)
+            self._measured_overlapped(steps, seconds, verify, extra)
 
-    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
+    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float, extra: int) -> None:
         contexts, block = [s.request.num_tokens for s in steps], max(s.drafted for s in steps)
-        shape = (len(steps), max(contexts), seconds)
-        if not block and self._wants_plain(contexts):
-            self._measured(set(), 0, *shape, draft=0.0)
-        if not block:
+        # without its parts the time of drafting would be taken for that of verifying
+        if not verify if block else not self._wants_plain(contexts):
             return
-        verified = [s.verified for s in steps]
-        cut = any(s.verified < s.drafted for s in steps)
-        if verify or not cut:  # else the time of drafting would be taken for that of verifying
-            # the choice of a later step has been made since
-            if self.model:
-                self.controllers[self.model].verifies(verified, len(steps))
-            self._measured(
-                {s.source for s in steps if s.source},
-                max(verified),
-                *shape,
-                block,
-                seconds - verify if verify else None,
-            )
+        tokens, verify = sum(1 + s.verified for s in steps) + extra, verify or seconds
+        # the pass is one of all requests
+        drafting = len(steps) if block and self.proposer else 0
+        self._measured(tokens, len(steps), max(contexts), verify, seconds - verify, drafting, block)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
-        if not self.max_depth or not batch.decodes:
+        if not self.budget or not batch.decodes:
             return
         drafted = [w for w in batch.work if w.most_drafts and (w.drafts or w.source == self.model)]
         num, longest = len(batch.work), max(w.stop for w in batch.work)
@@ -226,12 +232,9 @@ class Drafting:
         self._num_steps[shape] += 1
         if not drafted and not self._wants_plain([w.stop for w in batch.work]):
             return
-        # such a step drafted deeper than it verified, so its time is the cost of neither depth
-        refused = any(w.num_refused for w in batch.work)
-        if not refused and self._num_steps[shape] > UNRECORDED:
-            deepest = max((w.num_draft for w in drafted), default=0)
-            block = max((w.most_drafts for w in drafted), default=0)
-            self._measured({w.source for w in drafted}, deepest, num, longest, draft + verify, block, draft)
+        if self._num_steps[shape] > UNRECORDED:
+            neural = [w.most_drafts for w in drafted if w.source == self.model]
+            self._measured(shape[1], num, longest, verify, draft, len(neural), max(neural, default=0))
         for work in drafted:
             # shared out, so that the sum over requests is the time that passed
             self._of(work.request).stats.add_time(draft / len(drafted), verify / len(drafted))
@@ -258,17 +261,28 @@ class Drafting:
         self.forget_rows(request)
         kept = self._requests.pop(request, None)
         if kept is not None:
-            for source, controller in self.controllers.items():
-                controller.close(kept.depth[source])
+            for slot in kept.slots.values():
+                self.budget.close(slot)  # type: ignore[union-attr]
             self.total.merge(kept.stats)
 
-    def _cut(self, work: Work, gaps: list[float]) -> int:
-        """Return how many drafts of a block to verify. A depth that was asked for by name is kept."""
-        request = work.request
-        if self._asked(request) is not None or work.source != self.model:
-            return len(gaps)
-        state = self._of(request).depth[self.model]
-        return self.controllers[self.model].cut(state, gaps, request.params.temperature > 0)
+    def _admit(self, batch: Batch, works: list[Work], gaps: list[list[float]]) -> None:
+        """Drops drafts of the model's blocks that are not worth verifying. A depth that was asked for by name is
+        kept."""
+        cut = [(w, g) for w, g in zip(works, gaps, strict=True) if g and self._asked(w.request) is None]
+        if not cut or not self.budget:
+            return
+        slots = [self._of(work.request).slots[self.model] for work, _ in cut]
+        tokens = batch.num_rows - sum(work.num_draft for work, _ in cut)
+        kept = self.budget.admit(slots, self._table([sure for _, sure in cut]), tokens)
+        for (work, _), number in zip(cut, kept, strict=True):
+            work.drafts = work.drafts[:number]
+
+    def _table(self, gaps: Sequence[Sequence[float]]) -> Floats:
+        """[blocks, max_depth]: the gaps of drafts that were made, and NaN for the others."""
+        table = np.full((len(gaps), self.max_depth), np.nan)
+        for row, sure in zip(table, gaps, strict=True):
+            row[: len(sure)] = np.nan_to_num(np.array(sure), nan=-WIDEST)
+        return table
 
     def _reason_not_to_cut(self, cut: str, proposer: Proposer | None) -> str:
         """On a CPU every token costs time. On a GPU finding out how sure drafts are costs every drafted step a
@@ -287,28 +301,25 @@ class Drafting:
         num, longest = len(contexts), max(contexts)
         bucket = bucket_of(num, longest)
         if self._num_plain % PLAIN_SAMPLE == 0 or bucket != self._plain_known:
-            if all(controller.knows_plain(num, longest) for controller in self.controllers.values()):
+            if self.budget and self.budget.costs.knows_plain(bucket):
                 self._plain_known = bucket
             return True
         return False
 
     def _measured(
-        self, sources: set[str], deepest: int, num: int, longest: int, seconds: float,
-        block: int = 0, draft: float | None = None,
-    ) -> None:  # fmt: skip
-        """The time of a step: a plain one goes to all controllers, one with several sources to none. draft: its part
-        before verifying, None if it was not timed; block: the depth of that part."""
-        for source, controller in self.controllers.items():
-            if sources <= {source}:
-                controller.measured(deepest, num, longest, seconds, block, draft)
+        self, tokens: int, num: int, longest: int, verify: float, draft: float, drafting: int, depth: int
+    ) -> None:
+        """The time of a step, for the budget's costs (speculation/costs.py)."""
+        assert self.budget
+        self.budget.measured(tokens, num, longest, verify, draft, drafting, depth)
 
     def _could_pay(self, num: int, longest: int) -> bool:
         """Whether drafts could pay in a batch of this many requests, or the drafter must see all tokens in any case."""
-        if self.proposer is None or not self.proposer.may_pass_over:
+        if self.proposer is None or not self.proposer.may_pass_over or self.budget is None:
             return True
         bucket = bucket_of(num, longest)
         if bucket not in self._pays:
-            self._pays[bucket] = self.controllers[self.model].could_pay(num, longest)
+            self._pays[bucket] = self.budget.could_pay(num, longest)
         return self._pays[bucket]
 
     def _asked(self, request: Request) -> int | None:
@@ -328,8 +339,9 @@ class Drafting:
     def _of(self, request: Request) -> Speculation:
         kept = self._requests.get(request)
         if kept is None:
-            states = {source: controller.open() for source, controller in self.controllers.items()}
-            kept = self._requests[request] = Speculation(states)
+            drawn, budget = request.params.temperature > 0, self.budget
+            slots = {source: budget.open(kind) for (source, of), kind in self._kinds.items() if of == drawn and budget}
+            kept = self._requests[request] = Speculation(slots)
         return kept
 
     def _look_up(self, request: Request) -> str:

@@ -31,7 +31,7 @@ from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, EditTables, ids_of, pick, pick_sure, top_logprobs
-from sparkdraft.kernels.ops import WIDEST, AttentionView, CutTerms, LogitEdits, PackedRows
+from sparkdraft.kernels.ops import WIDEST, AttentionView, DraftTerms, LogitEdits, PackedRows
 from sparkdraft.models.common.blocks import Step
 
 
@@ -147,12 +147,12 @@ class Slots:
         self._numbers = torch.arange(most, dtype=torch.int32, device=device)
         self._columns = torch.arange(max_blocks, dtype=torch.int32, device=device)
         self._stamp = torch.zeros(1, dtype=torch.int64, device=device)
-        # What the device cuts blocks by, in the order of DepthController.cut_terms; no slot is cut before it is sent.
+        # What the device admits drafts by, in the order of Drafting.cut_terms; no slot is cut before it is sent.
         self.cuts = cuts and proposer is not None
-        sizes = (1 + deepest, 2 * (2 + deepest), num_slots)
+        sizes = (2 * (2 + deepest), num_slots, 1 + num_slots * deepest)
         self.terms = torch.full((sum(sizes),), -1.0, device=device)
-        worth, fits, fair = self.terms.split(sizes)
-        self._terms = CutTerms(worth, fits.view(2, -1), fair)
+        fits, fair, worth = self.terms.split(sizes)
+        self._terms = DraftTerms(fits.view(2, -1), fair, worth)
         self._gaps: list[Tensor] = []  # of the passes of one proposal: float32 [seqs, each]
 
     def step(self, kind: StepKind) -> Tensor:
@@ -302,9 +302,9 @@ class Slots:
         return most if gaps is None else self._cut(gaps)
 
     def _cut(self, gaps: Tensor) -> Tensor:  # int32 [seqs]
-        seqs, (worth, fits, fair) = len(gaps), self._terms
-        terms = CutTerms(worth, fits, fair[:seqs])
-        return self.runner.model.ops.cut_drafts(gaps, self.most[:seqs], self.floats[0, :seqs], terms)
+        seqs = len(gaps)
+        terms = self._terms._replace(fair=self._terms.fair[:seqs])
+        return self.runner.model.ops.admit_drafts(gaps, self.most[:seqs], self.floats[0, :seqs], terms)
 
     def _pick(self, kind: StepKind, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
         """int32 [seqs, each]. spec.drafter.Pick within a step."""

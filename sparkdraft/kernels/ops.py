@@ -179,12 +179,15 @@ WIDEST = 8.0  # gaps are compared from -8 to 8; NaN counts as the least sure
 MOST_SURE = 0.999  # upper bound on a draft's estimated chance of acceptance
 
 
-class CutTerms(NamedTuple):
-    """The fitted confidence of drafts and the cost of verifying them, from speculation/cut.py; all float32."""
+LEVELS = 64  # in which chances of drafts are compared: those between k / 64 and (k + 1) / 64 are alike
 
-    worth: Tensor  # [deepest + 1]: cost of verifying so many drafts of a sequence, in tokens
+
+class DraftTerms(NamedTuple):
+    """The fitted confidence of drafts and the cost of verifying them, from speculation/budget.py; all float32."""
+
     fits: Tensor  # [2, 2 + deepest]: slope, base and offsets by position, for greedy and for sampled text
-    fair: Tensor  # [seqs]: multiplies a sequence's chances; negative: the sequence is not cut
+    fair: Tensor  # [seqs]: multiplies a sequence's chances; negative: all its drafts are verified
+    worth: Tensor  # [drafts of all sequences + 1]: cost of verifying so many drafts of the others, in tokens
 
 
 class PackedRows(NamedTuple):
@@ -521,14 +524,15 @@ class Ops(KeepsWeights, Protocol):
         noise.
         """
 
-    def cut_drafts(
+    def admit_drafts(
         self,
         gaps: Tensor,  # float32 [seqs, depth]: how sure the drafter is of each draft
         most: Tensor,  # int32 [seqs]: drafts of a sequence that may be verified
         temperature: Tensor,  # float32 [seqs]; 0: greedy text
-        terms: CutTerms,
+        terms: DraftTerms,
     ) -> Tensor:  # int32 [seqs]
-        """Return how many drafts of each sequence are worth verifying."""
+        """Return how many drafts of each sequence are verified: of all sequences together, the likeliest to survive, as
+        many as are worth their cost."""
 
     def make_rows(
         self,

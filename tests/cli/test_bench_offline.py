@@ -27,12 +27,12 @@ from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 from sparkdraft.operate.bench.random_model import FORMS
 from sparkdraft.operate.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, spans
 from sparkdraft.operate.forecast import rates
-from sparkdraft.speculation.costs import Price
-from sparkdraft.speculation.cut import Confidence
-from sparkdraft.speculation.depth import FIRST_FIT
+from sparkdraft.speculation.costs import GRID
+from sparkdraft.speculation.survival import Confidence, Kind
 from sparkdraft.weights.planes import pack
 from sparkdraft.weights.quant.stored import Coded
 from tests.cli.said import said
+from tests.speculation.machines import price
 from tests.speculation.varied import VariedAcceptance
 
 TOY = uniform_config("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True, qk_norm=True)
@@ -271,9 +271,9 @@ def test_steps_that_the_device_takes_accept_what_is_given_too() -> None:
 def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_given(overlaps: bool) -> None:
     """Which depths are chosen depends on the speed of this machine; measure() checks that the table was followed."""
     bench = toy_bench(Acceptance(6.5, 15), overlaps, "auto")
-    (controller,) = bench.engine.drafting.controllers.values()
-    costs = controller.costs[0, 0]
-    assert all(costs.weight[depth] for depth in bench.engine.drafting.choices)
+    assert bench.engine.drafting.budget
+    verify = bench.engine.drafting.budget.costs.buckets[0, 0].verify
+    assert all(verify.weight[GRID.index(1 + depth)] for depth in bench.engine.drafting.choices)
     row = bench.measure(Load(2, 20, 200), lambda done, total: None)
     assert 1 <= row.length < 6.6
 
@@ -294,10 +294,8 @@ def test_drafts_of_random_weights_differ_from_row_to_row() -> None:
 def test_blocks_that_vary_are_cut_by_the_gaps_that_are_given(overlaps: bool) -> None:
     """With rows that cost, whatever this machine says: fewer of them, and nearly as many tokens."""
     bench = toy_bench(VariedAcceptance(5.4, 15), overlaps, "auto")
-    (controller,) = bench.engine.drafting.controllers.values()
-    controller.choose = lambda states, *context: [15] * len(states)  # type: ignore[method-assign]
-    controller._rate, controller._price = 1.0, Price.of([0.0 + 0.1 * k for k in range(16)], 1)
-    controller.measured = lambda *args: None  # type: ignore[method-assign]
+    assert bench.engine.drafting.budget
+    price(bench.engine.drafting.budget, 0.1)
     row = bench.measure(Load(2, 20, 200), lambda done, total: None)
     assert row.length > 4 and row.rows < 2 * 9, "whole blocks have 16 rows for 5.4 tokens"
 
@@ -306,10 +304,8 @@ def test_blocks_that_vary_are_cut_by_the_gaps_that_are_given(overlaps: bool) -> 
 def test_blocks_that_are_alike_are_not_cut_because_random_weights_are_unsure(overlaps: bool) -> None:
     """Every draft is accepted with 0.84 and pays for its row; a drafter with random weights gives it almost nothing."""
     bench = toy_bench(Acceptance(5.9, 15), overlaps, "auto")
-    (controller,) = bench.engine.drafting.controllers.values()
-    controller.choose = lambda states, *context: [15] * len(states)  # type: ignore[method-assign]
-    controller._rate, controller._price = 1.0, Price.of([0.01 * k for k in range(16)], 1)
-    controller.measured = lambda *args: None  # type: ignore[method-assign]
+    assert bench.engine.drafting.budget
+    price(bench.engine.drafting.budget, 0.01)
     row = bench.measure(Load(2, 20, 200), lambda done, total: None)
     assert row.length > 5.2 and row.rows > 2 * 14
 
@@ -317,7 +313,8 @@ def test_blocks_that_are_alike_are_not_cut_because_random_weights_are_unsure(ove
 @pytest.mark.parametrize("length", [1, 1.5, 5.9, 16])
 def test_the_chance_of_drafts_that_are_alike_is_the_one_that_was_asked_for(length: float) -> None:
     process = Acceptance(length, 15)
-    (chance, *_) = Confidence(15, *FIRST_FIT[False]).chances([process.gap])
+    fit = Confidence(15, [Kind(0.69, False, True, True)])
+    chance = fit.chances(np.zeros(1, int), np.full((1, 15), process.gap))[0, 0]
     assert chance == pytest.approx(process.p, abs=0.02)
 
 

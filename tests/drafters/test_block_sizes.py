@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.speculation.depth import depth_choices
+from sparkdraft.speculation.budget import depth_choices
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.fakes.steps import on_device
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparkdraft import LLM, SamplingParams
@@ -120,7 +121,7 @@ def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPat
     the text stays the plain one."""
     llm, rng = on_device(drafting(case, spec="auto"), cuts=True), random.Random(0)
     engine, ops, sent, alive = llm.engine, llm.engine.runner.model.ops, list[int](), list[int]()
-    controller, route, pack = engine.drafting.controllers["mtp"], ops.norm_route, ops.pack_rows
+    budget, route, pack = engine.drafting.budget, ops.norm_route, ops.pack_rows
 
     def routed(*given: Any) -> Any:
         routing = route(*given)
@@ -134,17 +135,17 @@ def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPat
         alive.append(int(rows.query_start[-1]))
         return rows
 
-    def terms(states: list[Any]) -> list[float]:
-        price, deepest = rng.choice([0.0, 0.3, 0.7]), controller.max_depth
-        fit = [0.8, 0.0, *[0.0] * deepest]
-        return [*(price * k for k in range(1 + deepest)), *fit, *fit, *(rng.choice([-1.0, 0.8, 1.0]) for _ in states)]
+    def terms(slots: list[Any], wanted: list[int], tokens: int) -> Any:
+        fit = [0.8, 0.0, *[0.0] * engine.drafting.max_depth]
+        fair = np.array([rng.choice([-1.0, 0.8, 1.0]) for _ in slots])
+        return np.array([fit, fit]), fair, rng.choice([0.0, 0.3, 0.7]) * np.arange(1 + sum(wanted))
 
     monkeypatch.setattr(ops, "norm_route", routed)
     monkeypatch.setattr(ops, "pack_rows", packed)
     monkeypatch.setattr(engine.drafting, "depths", lambda requests: dict.fromkeys(requests, MAX_DEPTH))
-    monkeypatch.setattr(controller, "cut_terms", terms)
-    for name in ("expect", "measured", "verifies"):
-        monkeypatch.setattr(controller, name, lambda *given: None)
+    monkeypatch.setattr(budget, "terms", terms)
+    for name in ("expect", "measured", "record"):
+        monkeypatch.setattr(budget, name, lambda *given: None)
     for params in ([GREEDY] * 4, sampled(4)):
         assert texts(llm, PROMPTS[:4], params) == case.texts(PROMPTS[:4], params)
     assert min(numbers(llm)) > 10 and all_is_free(llm)

@@ -29,11 +29,13 @@ def llm(tmp_path: Path, untimed: None) -> LLM:
     target = write_tiny(tmp_path / "target", "qwen3")
     drafter = write_drafter(tmp_path / "drafter", zlab(body()), random_tensors(body()))
     llm = LLM(str(target), drafter=str(drafter), dtype="float32", threads=1, ngram=False, kv_tokens=16 * SIZE)
-    controller = llm.engine.drafting.controllers["dflash"]
+    budget = llm.engine.drafting.budget
+    assert budget
     for depth in (0, 1, 3, 7) * 2:
-        for context in (32, 300):
-            controller.measured(depth, 1, context, 1.0 + 0.001 * depth)
-            controller.measured(depth, 2, context, 1.0 + 4.0 * depth)
+        for num, each in ((1, 0.001), (2, 4.0)):
+            drafting = num * bool(depth)
+            for context in (32, 300):
+                budget.measured(num * (1 + depth), num, context, 1.0 + each * depth, 0.0001, drafting, depth)
     llm.engine.drafting._pays.clear()  # the answers of the start, when no cost was known
     with torch.inference_mode():
         for cache in (*drafter_kv(llm).k, *drafter_kv(llm).v):

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,21 +37,21 @@ def params(depth: int) -> list[SamplingParams]:
 
 def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step another price per row, and blocks of 5 for all that have room for them."""
-    rng, controller, deepest = random.Random(0), drafting.controllers["mtp"], drafting.max_depth
+    rng, budget, deepest = random.Random(0), drafting.budget, drafting.max_depth
 
     def depths(requests: list[Request]) -> dict[Request, int]:
         left = {r: min(DEPTH, r.max_output - len(r.output_ids) - 1) for r in requests}
         return {r: depth for r, depth in left.items() if depth > 0 and drafting._asked(r) is None}
 
-    def terms(states: list[Any]) -> list[float]:
-        price, flat = rng.choice([0.0, 0.1, 0.3, 0.6]), [0.8, -0.2, *[0.0] * deepest] * 2
-        return [*(price * k for k in range(1 + deepest)), *flat, *(rng.choice([-1.0, 0.7, 1.0]) for _ in states)]
+    def terms(slots: list[Any], wanted: list[int], tokens: int) -> Any:
+        price, fit = rng.choice([0.0, 0.1, 0.3, 0.6]), [0.8, -0.2, *[0.0] * deepest]
+        fair = np.array([rng.choice([-1.0, 0.7, 1.0]) for _ in slots])
+        return np.array([fit, fit]), fair, price * np.arange(1 + sum(wanted))
 
     monkeypatch.setattr(drafting, "depths", depths)
-    monkeypatch.setattr(controller, "cut_terms", terms)
-    monkeypatch.setattr(controller, "expect", lambda *given: [])
-    monkeypatch.setattr(controller, "measured", lambda *given: None)
-    monkeypatch.setattr(controller, "verifies", lambda *given: None)
+    monkeypatch.setattr(budget, "terms", terms)
+    for name in ("expect", "measured", "record"):
+        monkeypatch.setattr(budget, name, lambda *given: None)
 
 
 def cutting(folder: Path, device: str, **options: Any) -> LLM:

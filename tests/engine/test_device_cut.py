@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,48 +20,45 @@ from sparkdraft.core import AUTO, Batch, Fact, Request, Work
 from sparkdraft.engine.device_steps import Launched
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.ops import CutTerms
-from sparkdraft.speculation.costs import Price
-from sparkdraft.speculation.depth import DepthController
+from sparkdraft.kernels.ops import DraftTerms
+from sparkdraft.speculation.budget import Budget
+from sparkdraft.speculation.survival import Kind
 from tests.fakes.steps import device_steps, on_device, on_host
+from tests.speculation.machines import DEPTHS, price
 
 DEPTH = 15
 TEXTS = ["def merge(a, b):", "The sea is", '{"name": "Ada", "born": 1815,', "Once upon a time", "1, 2, 3, 4, 5,"]
 
 
-def split(terms: list[float], lanes: int) -> CutTerms:
-    worth, fits, fair = torch.tensor(terms).split((1 + DEPTH, 2 * (2 + DEPTH), lanes))
-    return CutTerms(worth, fits.view(2, -1), fair)
-
-
-def test_the_device_keeps_as_many_drafts_as_the_host() -> None:
+@pytest.mark.parametrize("num", [1, 8])
+def test_the_device_admits_as_many_drafts_as_the_host(num: int) -> None:
     """Fits that have learnt, requests that kept more or less than was promised, greedy and drawn, of several depths."""
-    rng, depths = random.Random(0), DepthController(DEPTH, 0.7, [0, 1, 3, 7, 15])
-    for depth in [0, 1, 3, 7, 15] * 3:
-        depths.measured(depth, 8, 100, 5 + 0.6 * bool(depth) + 0.4 * depth, depth, 0.6 * bool(depth))
-    states, found = [depths.open() for _ in range(8)], set()
-    for _ in range(200):
-        depths.choose(states, [100] * len(states))
-        for state in states:
-            state.paused = None
-        states[3].paused = (0, 0)  # it probes
-        gaps = [[rng.gauss(3, 4) for _ in range(DEPTH)] for _ in states]
-        gaps[0][2], gaps[1][0] = float("nan"), 30.0
-        drawn, most = [rng.random() < 0.5 for _ in states], [rng.choice([1, 3, 7, 15]) for _ in states]
-        asked = [state if i != 5 else None for i, state in enumerate(states)]  # one names its depth
-        terms = split(depths.cut_terms(asked), len(states))
-        on_device = reference.cut_drafts(
-            torch.tensor(gaps), torch.tensor(most, dtype=torch.int32), torch.tensor(drawn).float(), terms
-        ).tolist()
-        on_host = [
-            depths.cut(state, row[:room], is_drawn) if state is not states[5] else room
-            for state, row, room, is_drawn in zip(states, gaps, most, drawn, strict=True)
-        ]
-        assert on_device == on_host
-        found |= set(on_host)
-        for state, kept in zip(states, on_host, strict=True):
-            depths.record(state, kept, rng.randint(0, kept))
-    assert len(found) > 8, "blocks are cut at many places"
+    rng = random.Random(num)
+    made = Budget(DEPTH, [Kind(0.7, drawn, True, True) for drawn in (False, True)], DEPTHS)
+    slots, found = [made.open(i % 2) for i in range(num)], set()
+    for depth in DEPTHS * 3:
+        made.measured(num * (1 + depth), num, 100, 5 + 0.2 * num * depth, 0.6, num * bool(depth), depth)
+    for _ in range(100):
+        made.choose(slots, 100)
+        made._rests.paused[slots] = [i == 3 for i in range(num)]  # one of them probes
+        most = [rng.choice([1, 3, 7, 15]) for _ in slots]
+        gaps = np.full((num, DEPTH), np.nan)
+        for row, depth in zip(gaps, most, strict=True):
+            row[:depth] = [rng.gauss(3, 4) for _ in range(depth)]
+        asked = [slot if i != 5 else None for i, slot in enumerate(slots)]  # one names its depth
+        fits, fair, worth = made.terms(asked, most, num)
+        terms = DraftTerms(*(torch.tensor(each, dtype=torch.float32) for each in (fits, fair, worth)))
+        drawn = torch.tensor([float(i % 2) for i in range(num)])
+        sent = torch.tensor(np.nan_to_num(gaps), dtype=torch.float32)
+        on_device = reference.admit_drafts(sent, torch.tensor(most, dtype=torch.int32), drawn, terms).tolist()
+        cut = [i for i in range(num) if i != 5]
+        tokens = num + (most[5] if num > 5 else 0)
+        on_host = dict(zip(cut, made.admit([slots[i] for i in cut], gaps[cut], tokens), strict=True))
+        assert on_device == [on_host.get(i, most[i]) for i in range(num)]
+        found |= set(on_host.values())
+        kept = list(on_host.values())
+        made.record([slots[i] for i in cut], kept, [rng.randint(0, n) for n in kept])
+    assert len(found) > 6, "blocks are cut at many places"
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +90,17 @@ def written(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
 
 def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Every step some price per row and any confidence in a request, and blocks of 15 for all."""
-    rng, controller = random.Random(seed), drafting.controllers["dflash"]
+    rng = random.Random(seed)
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, DEPTH))
-    monkeypatch.setattr(controller, "expect", lambda *given: [])
-    monkeypatch.setattr(controller, "measured", lambda *given: None)
-    monkeypatch.setattr(controller, "verifies", lambda *given: None)
+    for name in ("expect", "measured", "record"):
+        monkeypatch.setattr(drafting.budget, name, lambda *given: None)
 
-    def terms(states: list[Any]) -> list[float]:
-        price = rng.choice([0.0, 0.1, 0.3, 0.6])
-        fits = [0.78, -0.25, *[0.0] * DEPTH, 0.57, -0.96, *[0.0] * DEPTH]
-        return [*(price * k for k in range(1 + DEPTH)), *fits, *(rng.choice([-1.0, 0.7, 1.0, 1.1]) for _ in states)]
+    def terms(slots: list[Any], wanted: list[int], tokens: int) -> Any:
+        fits = np.array([[0.78, -0.25, *[0.0] * DEPTH], [0.57, -0.96, *[0.0] * DEPTH]])
+        fair = np.array([rng.choice([-1.0, 0.7, 1.0, 1.1]) for _ in slots])
+        return fits, fair, rng.choice([0.0, 0.1, 0.3, 0.6]) * np.arange(1 + sum(wanted))
 
-    monkeypatch.setattr(controller, "cut_terms", terms)
+    monkeypatch.setattr(drafting.budget, "terms", terms)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -144,19 +141,21 @@ def test_the_host_learns_from_what_the_device_says(
 ) -> None:
     """The calibration, what cut blocks bring, and what drafting and verifying cost, timed apart."""
     drafting = llm.engine.drafting
-    controller = drafting.controllers["dflash"]
-    monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, DEPTH))
-    monkeypatch.setattr(controller, "_rate", 1.0)
-    monkeypatch.setattr(controller, "_price", Price.of([0.15 * k for k in range(1 + DEPTH)], 1))
+    budget = drafting.budget
+    assert budget
+    for name in ("batch", "choose", "measured"):
+        monkeypatch.setattr(budget, name, getattr(budget, name))  # as before, after this test
+    measured = budget.measured
+    price(budget, 0.15)
+    monkeypatch.setattr(budget, "measured", measured)
     params = [SamplingParams(max_tokens=60, ignore_eos=True, num_draft=AUTO)] * 2
-    fit, before = controller.fits[False], sum(profile.weight for profile in controller.usual.values())
-    known = fit.slope, fit.base
+    fit = budget.survival.fits
+    known = fit.slope[0], fit.base[0]
     llm.generate(TEXTS[:2], params)
-    assert (fit.slope, fit.base) != known
-    assert sum(profile.weight for profile in controller.usual.values()) > before + 5
+    assert (fit.slope[0], fit.base[0]) != known
     assert len({o.verified for o in outcomes}) > 2
-    costs = controller.costs[1, 0]
-    assert costs.drafting[DEPTH] > 0 and any(costs.weight[1:DEPTH]), "of cut steps too"
+    costs = budget.costs.buckets[1, 0]
+    assert costs.draft and any(costs.draft.weight) and sum(map(bool, costs.verify.weight)) > 3, "of cut steps too"
 
 
 def test_a_named_depth_is_not_cut(llm: LLM, outcomes: list[Outcome]) -> None:

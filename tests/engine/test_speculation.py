@@ -10,6 +10,7 @@ import pytest
 from sparkdraft.core import AUTO, Batch, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.engine import Engine
+from sparkdraft.speculation.costs import GRID
 from tests.fakes import FakeBlock, FakeRunner, fake_engine
 
 LONG = {"num_blocks": 400, "block_size": 4, "max_step_tokens": 64}
@@ -171,20 +172,21 @@ def test_the_report_of_a_request_contains_its_last_step() -> None:
 def test_always_wrong_is_paused_and_costs_next_to_nothing() -> None:
     """Times as on two CPU cores: the steps of a whole request take at most 2 % longer than plain ones."""
     engine = fake_engine(FakeBlock(0.0), **LONG)
-    (controller,), cost, steps = engine.drafting.controllers.values(), [4.9, 8.0, 9.6, 11.2, 13.3, 15.3, 17.4, 19.4], []
-    for depth in (0, 1, 3, 7):
-        for _ in range(3):
-            controller.measured(depth, 1, 10, cost[depth])
+    budget, cost, steps = engine.drafting.budget, [4.9, 8.0, 9.6, 11.2, 13.3, 15.3, 17.4, 19.4], []
+    assert budget
+    for depth in (0, 1, 3, 7) * 3:
+        budget.measured(1 + depth, 1, 10, cost[depth] / 1e3, 0.0, int(depth > 0), depth)
 
     def timed(batch: Batch, draft: float, verify: float) -> None:
-        steps.append(cost[batch.work[0].num_draft])
-        controller.measured(batch.work[0].num_draft, 1, 10, steps[-1])
+        depth = batch.work[0].num_draft
+        steps.append(cost[depth])
+        budget.measured(1 + depth, 1, 10, cost[depth] / 1e3, 0.0, int(depth > 0), depth)
 
     engine.drafting.timed = timed  # type: ignore[method-assign]
     engine.add([1], SamplingParams(max_tokens=600, ignore_eos=True), "a")
     drain(engine)
     later = steps[100:]
-    assert engine.drafting.total.num_spec_steps > 5 and sum(later) < 1.02 * cost[0] * len(later)
+    assert engine.drafting.total.num_spec_steps > 3 and sum(later) < 1.02 * cost[0] * len(later)
 
 
 def test_running_requests_count_in_what_was_so_far() -> None:
@@ -219,11 +221,12 @@ def test_a_chosen_depth_is_one_that_was_tried_at_start() -> None:
 def test_the_first_steps_of_a_shape_are_not_timed() -> None:
     """Such steps are launched plainly, then recorded, and would make the depth look several times as expensive."""
     engine = fake_engine(FakeBlock(0.0), **LONG)
-    (controller,) = engine.drafting.controllers.values()
+    assert engine.drafting.budget
     engine.add([1], SamplingParams(max_tokens=20, num_draft=3, ignore_eos=True), "a")
     for counts in (False, False, False, True, True):  # the prompt's step, two of a new shape, then those that count
         engine.step()
-        assert any(costs.weight[3] for costs in controller.costs.values()) == counts
+        timed = engine.drafting.budget.costs.buckets.values()
+        assert any(costs.verify.weight[GRID.index(4)] for costs in timed) == counts
 
 
 def test_off_and_on_share_a_batch() -> None:

@@ -10,6 +10,23 @@ from typing import Any
 PACKAGE = "sparkdraft."
 
 
+def calls_made(call: Callable[[], object]) -> int:
+    """How many functions, of Python and of C, a call calls."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
 def lines_run(call: Callable[[], object]) -> int:
     """How many lines of the package's own Python a call runs, in this thread."""
     count = 0

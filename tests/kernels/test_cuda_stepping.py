@@ -24,7 +24,7 @@ from sparkdraft.kernels.ops import (
     WIDEST,
     AttentionParams,
     AttentionView,
-    CutTerms,
+    DraftTerms,
     EditedSlots,
     LogitEdits,
     RopeArgs,
@@ -205,22 +205,27 @@ def test_rows_are_packed_and_drafts_accepted(depth: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("depth", [1, 3, 7, 15])
-def test_drafts_are_cut_as_the_reference_cuts_them(depth: int) -> None:
+@pytest.mark.parametrize("seqs", [1, 5, 40])
+def test_drafts_are_admitted_as_the_reference_admits_them(seqs: int, depth: int) -> None:
+    """Whether tokens are dear or free, and where the cost of tokens jumps."""
     torch.manual_seed(depth)
-    deepest = depth + 3
-    for _ in range(4):
-        seqs = 40
+    deepest, found = depth + 3, set()
+    for price in (0.0, 0.02, 0.1, 0.4, 0.9):
         gaps = randn(seqs, depth) * 4
-        gaps[0, 0], gaps[1, -1], gaps[2] = float("nan"), 99.0, -99.0
+        gaps[0, 0] = float("nan")
+        gaps[-1] = 99.0
         most = torch.randint(0, depth + 1, (seqs,), dtype=torch.int32, device=gaps.device)
-        worth = (torch.rand(deepest + 1, device=gaps.device) * 0.4).cumsum(0)
+        worth = (torch.rand(seqs * deepest + 1, device=gaps.device) * 2 * price).cumsum(0)
+        worth = torch.cat((worth[:1] * 0, worth[1:] - worth[0]))
         fits = torch.cat((randn(2, 1).abs() + 0.2, randn(2, 1), randn(2, deepest) * 0.2), 1)
         fair = (torch.rand(seqs, device=gaps.device) + 0.2).where(torch.rand(seqs, device=gaps.device) < 0.8, -1.0)
         temperature = torch.rand(seqs, device=gaps.device).round()
-        got = cuda.cut_drafts(gaps, most, temperature, CutTerms(worth, fits, fair))
-        expected = reference.cut_drafts(gaps, most, temperature, CutTerms(worth, fits, fair))
+        terms = DraftTerms(fits, fair, worth)
+        got, expected = (ops.admit_drafts(gaps, most, temperature, terms) for ops in (cuda, reference))
         assert got.dtype == torch.int32 and torch.equal(got, expected)
-        assert len(set(expected.tolist())) > 1, "some are cut"
+        assert (got <= most).all() and torch.equal(got[fair < 0], most[fair < 0])
+        found |= {int((most - got).sum())}
+    assert len(found) > 1 or seqs == 1, "some are not admitted"
 
 
 @gpu_only
@@ -284,8 +289,8 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     cuda.make_rows(lanes[0], tables, lanes[1], rows, 16, 7, lanes[2])
     stamp, floats = made(1, dtype=torch.int64), partial(made, dtype=torch.float32)
     if rows > 1:
-        terms = CutTerms(floats(rows), floats(2, rows + 1), floats(seqs))
-        cuda.cut_drafts(floats(seqs, rows - 1), lanes[2], floats(seqs), terms)
+        terms = DraftTerms(floats(2, rows + 1), floats(seqs), floats(seqs * rows))
+        cuda.admit_drafts(floats(seqs, rows - 1), lanes[2], floats(seqs), terms)
     packed = cuda.pack_rows(lanes[0], tables, lanes[1], drafts, lanes[2], 16, stamp)
     positions, slots, context = packed.positions, packed.slots, packed.context_len
     qkv, norm, table = made(seqs * rows, width), made(dim), made(4096, dim, dtype=torch.float32)

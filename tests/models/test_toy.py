@@ -19,6 +19,7 @@ from sparkdraft.models import registry
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 from sparkdraft.plan.resolve import MOST_AHEAD
+from sparkdraft.speculation.costs import GRID
 from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.fakes.steps import on_device
 from tests.models import toy
@@ -204,7 +205,9 @@ def test_the_bench_says_how_experts_are_counted(folder: Path, capsys: pytest.Cap
 def test_drafts_that_are_timed_at_start_reach_different_experts(folder: Path) -> None:
     """Of equal ids a mixture of experts would read one row's, and drafts would seem to cost nothing."""
     engine = load(folder, spec="auto").engine
-    assert all(engine.drafting.controllers["ngram"].costs[0, 0].weight[depth] for depth in engine.drafting.choices)
+    assert engine.drafting.budget
+    verify = engine.drafting.budget.costs.buckets[0, 0].verify
+    assert all(verify.weight[GRID.index(1 + depth)] for depth in engine.drafting.choices)
     tried: list[list[int]] = []
     propose = engine.drafting.propose
 

@@ -31,8 +31,8 @@ from sparkdraft.kernels.ops import Activation, AttentionParams, AttentionView, N
 from sparkdraft.kernels.reference import (
     accept_drafts,
     add_linear,
+    admit_drafts,
     append_text,
-    cut_drafts,
     linear,
     match_text,
     pack_rows,

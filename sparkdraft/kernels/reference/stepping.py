@@ -1,6 +1,6 @@
 """Decode steps that the device prepares by itself (engine/slots.py).
 
-Each sequence drafts, and its drafts are cut where they no longer pay. The tokens that are left lie side by side at the
+Each sequence drafts, and of all drafts the likeliest to survive are verified. Their tokens lie side by side at the
 front of the step. Behind them is padding: it belongs to no sequence and has slot -1, so no kernel writes, attends or
 routes for it.
 
@@ -15,24 +15,26 @@ import time
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.ops import MOST_SURE, WIDEST, CutTerms, PackedRows
+from sparkdraft.kernels.ops import LEVELS, MOST_SURE, WIDEST, DraftTerms, PackedRows
 
 MOST_NANOSECONDS = 2**31 - 1
 
 
-def cut_drafts(gaps: Tensor, most: Tensor, temperature: Tensor, terms: CutTerms) -> Tensor:
-    """The number of drafts whose survivals exceed their cost by most; the smallest of equals. speculation/cut.py does
-    the same on the host."""
-    depth = gaps.shape[1]
+def admit_drafts(gaps: Tensor, most: Tensor, temperature: Tensor, terms: DraftTerms) -> Tensor:
+    """All drafts whose survival reaches a border are kept: the highest border at which the survivals kept exceed their
+    cost by most, or none if nothing does. speculation/budget.py does the same on the host."""
+    depth, device = gaps.shape[1], gaps.device
     slope, base, own = (part.squeeze(-1) for part in terms.fits.split((1, 1, terms.fits.shape[1] - 2), dim=1))
     drawn = (temperature > 0).long()
     gap = gaps.nan_to_num(-WIDEST).clamp(-WIDEST, WIDEST)
     score = slope[drawn].unsqueeze(1) * gap + base[drawn].unsqueeze(1) + own.view(2, -1)[drawn, :depth]
-    chances = (terms.fair.unsqueeze(1) * torch.sigmoid(score)).clamp(max=MOST_SURE)
-    tokens = torch.cat((torch.ones_like(chances[:, :1]), 1 + chances.cumprod(1).cumsum(1)), 1)
-    number = torch.arange(depth + 1, device=gaps.device)
-    gain = (tokens - terms.worth[: depth + 1]).masked_fill(number > most.unsqueeze(1), float("-inf"))
-    return gain.argmax(1).int().where(terms.fair >= 0, most)
+    survival = (terms.fair.unsqueeze(1) * torch.sigmoid(score)).clamp(0.0, MOST_SURE).cumprod(1)
+    survival = survival.where(torch.arange(depth, device=device) < most.unsqueeze(1), 0.0)
+    borders = torch.arange(LEVELS, 0, -1, device=device) / LEVELS  # nothing reaches the first
+    reaches = survival.flatten() >= borders.unsqueeze(1)
+    gain = survival.flatten().where(reaches, 0.0).sum(1) - terms.worth[reaches.sum(1)]
+    kept = (survival >= borders[gain.argmax()]).sum(1)
+    return kept.where(terms.fair >= 0, most).int()
 
 
 def make_rows(

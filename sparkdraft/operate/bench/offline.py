@@ -130,7 +130,7 @@ class Bench:
         engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
         self._synthetic = Synthetic(engine, acceptance) if acceptance else None
         if acceptance and engine.drafting.default is None:
-            # depth controllers need the costs of depths; graphs keep the acceptance that they were made with
+            # the budget of drafts needs the costs of steps; graphs keep the acceptance that they were made with
             engine.warm_up()
 
     def measure(self, load: Load, report: Report) -> Row:

@@ -11,7 +11,7 @@ from sparkdraft.plan.resolve import MAX_SEQS
 from sparkdraft.plan.weight_formats import FLOATS, WeightFormats
 
 GAIN = 1.1  # how much faster a K/V format that is not exact must be to be taken for its speed
-PAYS = 1.03  # how much faster drafted steps must be: as much as the engine itself asks for (speculation/depth.py)
+PAYS = 1.03  # how much faster drafted steps must be: as much as the engine itself asks for (speculation/budget.py)
 SMALLER = ("fp8", "nvfp4")  # formats of weights that are compared with what is asked for, on a GPU
 
 

@@ -29,8 +29,8 @@ from sparkdraft.plan.weight_formats import (
     drafter_at_load,
     stored_bytes,
 )
+from sparkdraft.speculation.budget import depth_choices
 from sparkdraft.speculation.costs import expected_tokens
-from sparkdraft.speculation.depth import depth_choices
 
 
 class Chances(NamedTuple):

@@ -22,7 +22,7 @@ from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.operate.bench.offline import throughput
 from sparkdraft.operate.tune.search import BURST, LONG, ONE, SEVERAL, TILES, Options, Run
 from sparkdraft.plan.resolve import MOST_AHEAD, Plan
-from sparkdraft.speculation.depth import depth_choices
+from sparkdraft.speculation.budget import depth_choices
 from sparkdraft.text import chat
 from sparkdraft.text.style import chat_style
 from sparkdraft.text.tokenizer import Tokenizer

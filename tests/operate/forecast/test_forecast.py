@@ -13,7 +13,7 @@ from sparkdraft.operate.forecast.forecast import CLASSES, Forecast, Question, ch
 from sparkdraft.operate.forecast.machine import find_machine
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.plan.weight_formats import WeightFormats
-from sparkdraft.speculation.depth import expected_tokens
+from sparkdraft.speculation.costs import expected_tokens
 from tests.operate.forecast.published import MODELS
 
 QWEN = shape("qwen3-8b")

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sparkdraft.speculation.depth import DepthController, DepthState
+from sparkdraft.speculation.budget import Budget
+from sparkdraft.speculation.survival import Kind
+
+START = 0.7  # the acceptance that requests begin with
 
 
 def usual_depths(most: int) -> list[int]:
@@ -24,25 +27,24 @@ class DepthSteps:
         """most: drafts per step that the drafter makes. depths: the choices, such as those with CUDA graphs (default:
         usual_depths); 0 is always among them, so that drafting can pause."""
         self.most = most
-        self._controller = DepthController(most, depths=sorted({0, *(depths or usual_depths(most))}))
-        self._states: dict[str, DepthState] = {}
+        kind = Kind(START, drawn=False, by_model=True, finds_gaps=False)
+        self._budget = Budget(most, [kind], sorted({0, *(depths or usual_depths(most))}))
+        self._slots: dict[str, int] = {}
         self._last: float | None = None  # when the last step ended; None: idle since
 
     def choose(self, contexts: Mapping[str, int]) -> dict[str, int]:
         """Returns how many drafts each request should verify next. contexts: length in tokens of each request that will
         decode."""
-        ids = list(contexts)
-        for name in ids:
-            if name not in self._states:
-                self._states[name] = self._controller.open()
-        states = [self._states[name] for name in ids]
-        return dict(zip(ids, self._controller.choose(states, [contexts[name] for name in ids]), strict=True))
+        for name in contexts:
+            if name not in self._slots:
+                self._slots[name] = self._budget.open(0)
+        slots = [self._slots[name] for name in contexts]
+        return dict(zip(contexts, self._budget.choose(slots, max(contexts.values(), default=0)), strict=True))
 
     def verified(self, name: str, drafted: int, accepted: int) -> None:
         """Records a step of one request; without drafts, a plain step."""
-        state = self._states.get(name)
-        if state is not None:
-            self._controller.record(state, drafted, accepted)
+        if name in self._slots:
+            self._budget.record([self._slots[name]], [drafted], [accepted])
 
     def ended(self, now: float, depths: Sequence[int], num: int, context: int, is_pure: bool) -> None:
         """Records the end of a step of `num` requests. depths: drafts verified, of the requests that had any.
@@ -50,9 +52,10 @@ class DepthSteps:
         last, self._last = self._last, now
         if last is None or not is_pure or not num or now <= last:
             return
-        if depths:
-            self._controller.verifies(depths, num)  # the depth of a later step may have been chosen since
-        self._controller.measured(max(depths, default=0), num, max(context, 1), now - last)
+        drafting = sum(depth > 0 for depth in depths)
+        self._budget.measured(
+            num + sum(depths), num, max(context, 1), now - last, None, drafting, max(depths, default=0)
+        )
 
     def idle(self) -> None:
         """Ends the current interval: the next step's end does not measure a step."""
@@ -60,5 +63,5 @@ class DepthSteps:
 
     def finished(self, names: Iterable[str]) -> None:
         for name in names:
-            if (state := self._states.pop(name, None)) is not None:
-                self._controller.close(state)
+            if (slot := self._slots.pop(name, None)) is not None:
+                self._budget.close(slot)

@@ -11,48 +11,75 @@ from triton.language.extra.cuda import globaltimer
 
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.ops import MOST_SURE, WIDEST, CutTerms, PackedRows
+from sparkdraft.kernels.ops import LEVELS, MOST_SURE, WIDEST, DraftTerms, PackedRows
 from sparkdraft.kernels.reference.stepping import MOST_NANOSECONDS
 
-_WIDEST, _MOST_SURE = tl.constexpr(WIDEST), tl.constexpr(MOST_SURE)
+_WIDEST, _MOST_SURE, _LEVELS = tl.constexpr(WIDEST), tl.constexpr(MOST_SURE), tl.constexpr(LEVELS)
+TILE = 64  # drafts that are compared with all borders at once
 _MOST_NANOSECONDS = tl.constexpr(MOST_NANOSECONDS)
 
 
-@triton.jit(do_not_specialize=["most", "temperature", "worth", "fits", "fair", "stride_gaps", "stride_fits"])
-def _cut_drafts(
-    gaps, most, temperature, worth, fits, fair, out, stride_gaps, stride_fits,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _survivals(
+    gaps, most, temperature, fits, fair, stride_gaps, stride_fits, seq, inside,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    enter(PDL)
-    seq = tl.program_id(0)
-    number = tl.arange(0, BLOCK)  # of drafts: the n-th draft is read in column n, and column 0 has none
-    is_draft = (number > 0) & (number <= DEPTH)
-    gap = tl.load(gaps + seq.to(tl.int64) * stride_gaps + number - 1, mask=is_draft, other=0.0)
+    """float32 [seqs, BLOCK]: 0 past the drafts of a sequence, and in one whose drafts are all verified."""
+    column = tl.arange(0, BLOCK)
+    is_draft = inside[:, None] & (column < DEPTH)[None, :]
+    gap = tl.load(gaps + seq.to(tl.int64)[:, None] * stride_gaps + column[None, :], mask=is_draft, other=0.0)
     gap = tl.where(gap == gap, tl.minimum(tl.maximum(gap, -_WIDEST), _WIDEST), -_WIDEST)
-    fit = fits + tl.where(tl.load(temperature + seq) > 0, stride_fits, 0)
-    own = tl.load(fit + 1 + number, mask=is_draft, other=0.0)
-    score = tl.load(fit) * gap + tl.load(fit + 1) + own
-    share = tl.load(fair + seq)
-    chance = tl.minimum(share / (1.0 + tl.exp(-score)), _MOST_SURE)
-    survival = tl.cumprod(tl.where(number > 0, chance, 1.0), 0)
-    tokens = tl.cumsum(tl.where(number <= DEPTH, survival, 0.0), 0)
-    allowed = tl.load(most + seq)
-    gain = tokens - tl.load(worth + number, mask=number <= DEPTH, other=0.0)
-    gain = tl.where((number <= DEPTH) & (number <= allowed), gain, float("-inf"))
-    best = tl.min(tl.where(gain == tl.max(gain, 0), number, BLOCK), 0)
-    tl.store(out + seq, tl.where(share < 0, allowed, best))
+    fit = fits + tl.where(tl.load(temperature + seq, mask=inside, other=0.0) > 0, stride_fits, 0)
+    own = tl.load(fit[:, None] + 2 + column[None, :], mask=is_draft, other=0.0)
+    score = tl.load(fit)[:, None] * gap + tl.load(fit + 1)[:, None] + own
+    share = tl.load(fair + seq, mask=inside, other=-1.0)
+    chance = tl.maximum(tl.minimum(share[:, None] / (1.0 + tl.exp(-score)), _MOST_SURE), 0.0)
+    allowed = tl.load(most + seq, mask=inside, other=0)
+    return tl.where(is_draft & (column[None, :] < allowed[:, None]), tl.cumprod(chance, 1), 0.0)
 
 
-def cut_drafts(gaps: Tensor, most: Tensor, temperature: Tensor, terms: CutTerms) -> Tensor:
+@triton.jit(do_not_specialize=["most", "temperature", "fits", "fair", "worth", "stride_gaps", "stride_fits", "seqs"])
+def _admit_drafts(
+    gaps, most, temperature, fits, fair, worth, out, stride_gaps, stride_fits, seqs,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the border is one of the whole batch."""
+    enter(PDL)
+    border = (1 + tl.arange(0, _LEVELS)).to(tl.float32) / _LEVELS
+    number = tl.zeros([_LEVELS], tl.int32)
+    total = tl.zeros([_LEVELS], tl.float32)
+    for first in range(0, seqs, BLOCK_S):
+        seq = first + tl.arange(0, BLOCK_S)
+        survival = _survivals(
+            gaps, most, temperature, fits, fair, stride_gaps, stride_fits, seq, seq < seqs, DEPTH, BLOCK
+        )
+        flat = tl.reshape(survival, [BLOCK_S * BLOCK, 1])
+        reaches = flat >= border[None, :]
+        number += tl.sum(reaches.to(tl.int32), 0)
+        total += tl.sum(tl.where(reaches, flat, 0.0), 0)
+    gain = total - tl.load(worth + number)
+    chosen = tl.max(tl.where(gain == tl.max(gain, 0), border, 0.0), 0)
+    for first in range(0, seqs, BLOCK_S):
+        seq = first + tl.arange(0, BLOCK_S)
+        survival = _survivals(
+            gaps, most, temperature, fits, fair, stride_gaps, stride_fits, seq, seq < seqs, DEPTH, BLOCK
+        )
+        kept = tl.sum((survival >= chosen).to(tl.int32), 1)
+        whole = tl.load(fair + seq, mask=seq < seqs, other=0.0) < 0
+        tl.store(out + seq, tl.where(whole, tl.load(most + seq, mask=seq < seqs, other=0), kept), mask=seq < seqs)
+
+
+def admit_drafts(gaps: Tensor, most: Tensor, temperature: Tensor, terms: DraftTerms) -> Tensor:
     seqs, depth = gaps.shape
     assert all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in (gaps, temperature, *terms)), terms
     assert len(most) == len(temperature) == len(terms.fair) == seqs and most.is_contiguous(), (seqs, most.shape)
-    assert len(terms.worth) > depth and terms.fits.shape[1] >= 2 + depth, (depth, terms.worth.shape, terms.fits.shape)
+    assert terms.fits.shape[1] >= 2 + depth and len(terms.worth) > seqs * depth, (terms.fits.shape, terms.worth.shape)
     out = torch.empty((seqs,), dtype=torch.int32, device=gaps.device)
+    block = triton.next_power_of_2(depth)
     if seqs:
         run(
-            _cut_drafts, (seqs,), gaps, most, temperature, *terms, out, gaps.stride(0), terms.fits.stride(0),
-            DEPTH=depth, BLOCK=triton.next_power_of_2(depth + 1), num_warps=1,
+            _admit_drafts, (1,), gaps, most, temperature, *terms, out, gaps.stride(0), terms.fits.stride(0), seqs,
+            DEPTH=depth, BLOCK=block, BLOCK_S=max(TILE // block, 1), num_warps=4,
         )  # fmt: skip
     return out
 

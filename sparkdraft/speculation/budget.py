@@ -1,0 +1,372 @@
+"""The draft budget: how many drafts a step verifies, and of which requests, so that tokens a second are highest.
+
+A step of n requests that verifies k drafts takes the time of n + k packed tokens (speculation/costs.py) and the
+drafter's own, and writes n tokens and as many more as the survivals of its drafts add up to (speculation/survival.py).
+So the drafts with the largest survivals are admitted, over the whole batch, down to the border at which that quotient
+is largest. Survivals fall along a block, so a request keeps the first of its drafts. They are compared in 64 levels: a
+batch is a histogram, and choosing takes as many calls for many requests as for one.
+
+The rule is used twice. Before drafting, with the survivals that are expected: which requests draft, and how deep. After
+it, where the drafter says how sure it is of each draft: how many of each block are verified (`admit`; on a GPU the
+operator `admit_drafts` does the same).
+
+A request that does not draft is paused. It would never learn that its text has become easy, so paused requests probe
+together: one step with a small draft. Probes, and what was lost before a request was paused, are paid from a ledger
+that gets BUDGET of every step: a drafter that is always wrong costs that share of the time and no more. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from sparkdraft.kernels.ops import LEVELS
+from sparkdraft.speculation.costs import Bucket, CostTable, Reads, bucket_of, expected_tokens
+from sparkdraft.speculation.survival import Floats, Ints, Kind, Survival
+
+BUDGET = 0.01  # share of time that probing may cost
+CREDIT = 8e-3  # seconds that the ledger begins with, and holds at most: 0.8 % of the first second
+DEBT = 1.5  # plain steps that it owes at most
+WAIT = 16  # steps between pausing and a probe, and between probes, at least
+NEWCOMER = 2  # but only so many for each step in which a request has drafted: one refused draft says little
+LOOK = 4  # steps that a choice holds for, at most, where requests draft
+MAX_PROBE = 4
+ALIKE = 0.5  # a probe is for the likeliest request, and for those that are at least so likely beside it
+CHEAP = 1.25  # a probe is as deep as costs at most so many times the shallowest
+LIKELY = 1.5  # tokens expected with one draft: above, a probe that goes well is no sign that the text has changed
+HOPED = 0.97  # chance of each draft with which drafting must pay somewhere, or a batch does not even probe
+MARGIN = 1.03  # what a paused batch must be promised before it begins to draft; it stops as soon as drafts would lose
+_BORDERS = np.arange(LEVELS - 1, 0, -1) / LEVELS
+
+
+def depth_choices(
+    max_depth: int, fixed: int | None = None, chosen: Sequence[int] | None = None, chain: bool = False
+) -> list[int]:
+    """The depths that steps run at. Any other is rounded up to one.
+
+    They double up to max_depth: those between would gain 0.3 %, and the first steps of a new depth cost as much as five
+    later ones. fixed: a depth that the user asked for; chosen: those to choose from instead. A chain drafter pays a
+    pass for each draft and drafts a few ids at most, so there every depth is one.
+    """
+    if chain and not chosen:
+        return list(range(max_depth + 1))
+    doubling = [d for d in (0, 1, 3, 7, 15, 31) if d < max_depth]
+    return sorted({0, *(chosen or doubling), max_depth, fixed or 0})
+
+
+class Batch:
+    """The step of the last choice, and what its tokens cost."""
+
+    def __init__(self, costs: CostTable, bucket: Bucket, num: int, extra: int) -> None:
+        self.num, self.tokens = num, num + extra  # requests, and packed tokens before any draft of ours
+        self.costs, self.bucket = costs, bucket
+        self.verify, self.before = costs.at(bucket).verify, costs.at(bucket).before
+        self.plain = costs.plain(bucket, self.tokens)
+        self.rate = num / self.plain  # tokens a second that the choice promises
+
+
+class Budget:
+    def __init__(
+        self,
+        max_depth: int,
+        kinds: Sequence[Kind],
+        depths: Sequence[int] = (),
+        reads: Reads = lambda rows: 1.0,
+        chain: bool = False,
+        drafts_for_all: bool = False,
+    ) -> None:
+        """depths: those to choose from, 0 among them; none: all up to max_depth. reads, chain: as CostTable has them.
+        drafts_for_all: the drafter's pass is one of all requests, whoever drafts."""
+        assert max_depth >= 1 and all(0 < kind.start < 1 for kind in kinds), f"max_depth {max_depth}, {kinds}"
+        self.max_depth = max_depth
+        self.depths = np.array(list(depths) or range(max_depth + 1))[1:]
+        self.costs, self.survival = CostTable(reads, chain), Survival(max_depth, kinds)
+        self.batch: Batch | None = None  # of the last choice
+        self.balance, self.clock = CREDIT, 0
+        self._probes = [d for d in self.depths.tolist() if d <= MAX_PROBE] or self.depths[:1].tolist()
+        self._by_model = np.array([kind.by_model for kind in kinds])
+        self._for_all = drafts_for_all
+        self._positions = np.arange(max_depth)
+        self._rests = Rests(0)
+        # The last choice, which holds for this batch until then: text and costs change slowly.
+        self._held: tuple[list[int], Bucket, int] | None = None
+        self._depths: list[int] = []
+        self._until = 0
+        self._told: list[Told] = []  # steps that are not learnt yet
+        self._judged = self._probes_run = False  # whether a block is being verified, whether a probe is
+
+    def open(self, kind: int) -> int:
+        """A slot for a request."""
+        slot = self.survival.open(kind)
+        self._rests.open(slot)
+        return slot
+
+    def close(self, slot: int) -> None:
+        self._learn()
+        self.survival.close(slot)
+        self._until = 0
+
+    # ---- before drafting
+
+    def choose(self, slots: Sequence[int], context: int, others: int = 0, extra: int = 0) -> list[int]:
+        """Depths for one step over these requests, of which the longest has 'context' tokens. others: requests of this
+        step whose depth is not chosen here; extra: tokens of it beyond one per request, such as a prompt's."""
+        if not slots:
+            return []
+        num = len(slots) + others
+        bucket = bucket_of(num, context)
+        self.clock += 1
+        self.balance += BUDGET * (self.batch.plain if self.batch else 0.0)
+        held = (list(slots), bucket, extra)
+        if held == self._held and self.clock < self._until:
+            return self._depths
+        if self.costs.buckets and not self.costs.knows_plain(bucket):
+            return [0] * len(slots)
+        self._learn()
+        mine = np.array(slots)
+        self.batch = batch = Batch(self.costs, bucket, num, extra)
+        depths = np.zeros(len(mine), np.int64)
+        pays = not self._rests.paused[mine].all() or self.could_pay(num, context, extra)
+        if pays:
+            depths = self._best(mine, batch)
+        self._pause(mine, depths, batch)
+        idle = self._add_probes(mine, depths, batch) if pays else WAIT
+        if depths.any():
+            idle = min(idle, LOOK, int(self.survival.tried(mine).min()) // LOOK)
+        self._held, self._depths, self._until = held, depths.tolist(), self.clock + max(min(idle, WAIT), 1)
+        return self._depths
+
+    def could_pay(self, num: int, context: int, extra: int = 0) -> bool:
+        """Whether any text would gain by drafts in such a batch; where tokens are dear, even certain drafts lose."""
+        bucket = bucket_of(num, context)
+        plain = self.costs.plain(bucket, num + extra)
+        gained = np.array(expected_tokens([HOPED] * self.max_depth))[self.depths] - 1
+        drafting = np.array([[1], [num]])  # one of them, or all
+        passes = self.costs.drafting(bucket, num if self._for_all else drafting, self.depths, plain)
+        if not self._by_model.any():
+            passes = np.zeros(1)
+        seconds = passes + self.costs.at(bucket).verify.at(num + extra + drafting * self.depths)
+        return bool(((num + drafting * gained) * plain > num * seconds).any())
+
+    def _best(self, slots: Ints, batch: Batch) -> Ints:
+        """The depths that promise the most tokens a second. Those that are cut later are expected to be."""
+        (expected, weights), kinds = self.survival.expected(slots), self.survival.kind(slots)
+        by_model, cut = self._by_model[kinds], self.survival.finds_gaps[kinds]
+        num_model, each = int(by_model.sum()), weights[:, :, None]
+        passes = self._passes(batch, num_model)
+        drafts, tokens = self._histogram(expected, each)
+        seconds = passes[:, None] + batch.verify.at(batch.tokens + drafts)
+        rates = (batch.num + tokens) / seconds
+        best = int(rates.argmax())
+        most, border = best // rates.shape[1], _BORDERS[best % rates.shape[1]]
+        rate, floor = max(rates.flat[best], batch.rate), np.where(cut, border, 0.0)[:, None, None]
+
+        # What each request brings beyond what the border asks for, and whether that pays for its own part of the pass.
+        choices = self.depths[: most + 1]
+        whole = expected[:, 0].cumsum(1)[:, choices - 1] - border * choices
+        over = (each * np.maximum(expected[:, :, : choices[-1]] - border, 0.0)).sum((1, 2))
+        gain = np.where(cut, over, whole.max(1))
+        own = (passes[most] - self._passes(batch, 1)[most]) / (num_model - 1) if num_model > 1 else 0.0
+        rests = self._rests.paused[slots] | (self.survival.tried(slots) == 0)
+        pays = gain - rate * own * by_model > np.where(rests, MARGIN - 1, 0.0)
+        chosen = np.where(pays, np.where(cut, choices[-1], choices[whole.argmax(1)]), 0)
+
+        alike = self.depths[int(rates[:, -1].argmax())]
+        tried = np.array([chosen, np.where(cut, chosen, alike), np.where(by_model, 0, chosen)])
+        taken = each * ((self._positions < tried[:, :, None, None]) & (expected >= floor))
+        drafts, tokens = taken.sum((1, 2, 3)), (taken * expected).sum((1, 2, 3))
+        seconds = self._before(batch, tried, by_model) + batch.verify.at(batch.tokens + drafts)
+        reached = (batch.num + tokens) / seconds
+        best = int(reached.argmax())
+        if reached[best] <= batch.rate * (MARGIN if rests.all() else 1.0):
+            return np.zeros(len(slots), np.int64)
+        batch.rate = float(reached[best])
+        worth, passed = batch.num / batch.plain, seconds[best] - batch.verify.at(batch.tokens + drafts[best])
+        self._rests.price[slots] = (passed - batch.before) * worth / max((tried[best] > 0).sum(), 1)
+        verified = batch.verify.at((batch.tokens, batch.tokens + drafts[best]))
+        self._rests.each[slots] = (verified[1] - verified[0]) * worth / max(drafts[best], 1.0)
+        return np.asarray(tried[best])
+
+    def _before(self, batch: Batch, depths: Ints, by_model: Ints) -> Floats:
+        """The seconds before verifying of steps in which requests draft to these depths, [steps, requests]."""
+        drafting, deepest = ((depths > 0) & by_model).sum(1), (depths * by_model).max(1)
+        passes = batch.costs.drafting(batch.bucket, batch.num if self._for_all else drafting, deepest, batch.plain)
+        return np.where(drafting > 0, passes, batch.before)
+
+    def _passes(self, batch: Batch, drafting: int) -> Floats:
+        """By depth of choice, the seconds before verifying if so many requests are drafted for."""
+        if not drafting:
+            return np.full(len(self.depths), batch.before)
+        return self.costs.drafting(batch.bucket, batch.num if self._for_all else drafting, self.depths, batch.plain)
+
+    def _histogram(self, expected: Floats, each: Floats) -> tuple[Floats, Floats]:
+        """[choices, borders]: how many drafts reach a border, to each depth, and the sum of their survivals. each: the
+        weights of blocks."""
+        cells = (expected * LEVELS).astype(np.int64) + LEVELS * self._positions
+        size = LEVELS * self.max_depth
+        found = []
+        for counted in (np.broadcast_to(each, expected.shape), each * expected):
+            sums = np.bincount(cells.ravel(), counted.ravel(), size).reshape(self.max_depth, LEVELS)[:, :0:-1]
+            found.append(sums.cumsum(1).cumsum(0)[self.depths - 1])
+        return found[0], found[1]
+
+    # ---- pauses and probes
+
+    def _pause(self, slots: Ints, depths: Ints, batch: Batch) -> None:
+        rests, drafts = self._rests, depths > 0
+        newly = slots[~drafts & ~rests.paused[slots]]
+        if len(newly):
+            self.balance -= rests.debt[newly].sum() / batch.num * batch.plain
+            rests.since[newly] = np.where(self.survival.tried(newly) > 0, self.clock, -WAIT)
+        rests.paused[slots], rests.debt[newly] = ~drafts, 0.0
+        rests.follows[slots[drafts]] = False
+
+    def _add_probes(self, slots: Ints, depths: Ints, batch: Batch) -> int:
+        """Paused requests whose time has come draft a little, all at once, as soon as the ledger can pay. Returns the
+        steps until then."""
+        rests = self._rests
+        if not rests.paused[slots].any():
+            return WAIT
+        wait = np.minimum(NEWCOMER * self.survival.tried(slots), WAIT)
+        left = np.where(rests.paused[slots], np.maximum(wait - (self.clock - rests.since[slots]), 0), WAIT)
+        left[rests.follows[slots]] = 0
+        due = rests.paused[slots] & (left == 0)
+        if not due.any():
+            return int(np.ceil(left.min()))
+        expected, weights = self.survival.expected(slots)
+        usual = (expected * weights[:, :, None]).sum(1) * due[:, None]
+        due &= usual[:, 0] >= ALIKE * usual[:, 0].max()
+        depth, price = self._probe(depths, due, self._by_model[self.survival.kind(slots)], batch)
+        self.balance = max(min(self.balance, max(CREDIT, price)), -DEBT * batch.plain)
+        loss = price - usual[due, :depth].sum() / batch.rate  # if it goes as usual
+        if loss > self.balance and not rests.follows[slots].any():
+            return int((loss - self.balance) / (BUDGET * batch.plain)) + 1
+        self.balance -= price
+        depths[due] = depth
+        self._probes_run = True
+        probing = slots[due]
+        rests.price[probing] = price / batch.plain * batch.num / len(probing)
+        rests.since[probing], rests.follows[probing] = self.clock, False
+        return 0
+
+    def _probe(self, depths: Ints, due: Ints, by_model: Ints, batch: Batch) -> tuple[int, float]:
+        """The depth of a probe, and the seconds that it takes beyond the step without it."""
+        steps = np.array([depths, *(np.where(due, probe, depths) for probe in self._probes)])
+        seconds = self._before(batch, steps, by_model) + batch.verify.at(batch.tokens + steps.sum(1))
+        prices = np.maximum(seconds[1:] - seconds[0], 0.0)
+        number = int(np.flatnonzero(prices <= CHEAP * prices[0])[-1])
+        return self._probes[number], float(prices[number])
+
+    # ---- after drafting
+
+    def admit(self, slots: Sequence[int], gaps: Floats, tokens: int) -> list[int]:
+        """How many drafts of each block to verify, given how sure the drafter is of each (gaps [slots, depth]; NaN: it
+        was not made). tokens: those of the step beside these drafts. A probe is not cut: it is made to learn."""
+        assert self.batch, "a block was drafted before any depth was chosen"
+        mine, made = np.array(slots), ~np.isnan(gaps)
+        survival, self._judged = self.survival.expect(mine, gaps), True
+        probes, number = self._rests.paused[mine], made.sum(1)
+        open_ = np.where(made & ~probes[:, None], survival, 0.0)
+        worth = self._worth(tokens + int(number[probes].sum()), open_.size)
+        levels = (open_ * LEVELS).astype(np.int64).ravel()
+        counts, sums = (np.bincount(levels, weights, LEVELS)[:0:-1].cumsum() for weights in (None, open_.ravel()))
+        gain = sums - worth[counts.astype(np.int64)]
+        best = int(gain.argmax())
+        border = _BORDERS[best] if gain[best] > 0 else 1.0
+        return [int(kept) for kept in np.where(probes, number, (open_ >= border).sum(1))]
+
+    def terms(self, slots: Sequence[int | None], depths: Sequence[int], tokens: int) -> tuple[Floats, Floats, Floats]:
+        """By what the device admits drafts (kernels/ops.py, DraftTerms). None: a slot that is not cut. tokens: those of
+        the step beside all drafts."""
+        held = [slot is None or self._rests.paused[slot] for slot in slots]
+        known = self.survival.fair(np.array([slot or 0 for slot in slots]))
+        fits = self.survival.fits
+        whole = sum(depth for depth, is_held in zip(depths, held, strict=True) if is_held)
+        worth = np.zeros(1) if all(held) else self._worth(tokens + whole, sum(depths) - whole)
+        return np.column_stack((fits.slope, fits.base, fits.own)), np.where(held, -1.0, known), worth
+
+    def expect(self, slots: Sequence[int], gaps: Floats) -> None:
+        """The device has cut these blocks by itself."""
+        self.survival.expect(np.array(slots), gaps)
+        self._judged = True
+
+    def _worth(self, tokens: int, most: int) -> Floats:
+        """By number of drafts, what verifying them costs in tokens, at the rate of the last choice."""
+        assert self.batch
+        seconds = self.batch.verify.at(tokens + np.arange(1 + most))
+        return np.asarray(self.batch.rate * (seconds - seconds[0]))
+
+    # ---- after the step
+
+    def record(self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """After a step, for requests whose depth was chosen here. drafted: drafts that were compared. It is learnt with
+        the next choice that is made anew: at once after a probe, or if nothing was accepted."""
+        if not any(drafted) and not self._judged:
+            return
+        self._told.append(Told(list(slots), list(drafted), list(accepted), self.survival.take_blocks(np.array(slots))))
+        if self._probes_run or not any(accepted):
+            self._until = 0
+        self._judged = self._probes_run = False
+
+    def _learn(self) -> None:
+        """Learns from the steps that were recorded."""
+        told, self._told = self._told, []
+        for slots, steps in groupby(told, key=lambda step: step.slots):
+            _, drafted, accepted, blocks = zip(*steps, strict=True)
+            self._learn_steps(np.array(slots), np.array(drafted), np.array(accepted), np.array(blocks))
+
+    def _learn_steps(self, slots: Ints, drafted: Ints, accepted: Ints, blocks: Floats) -> None:
+        """drafted, accepted: [steps, slots]; blocks: [steps, slots, 2, depth]."""
+        tells, rests = (drafted > 0).any(0) | ~np.isnan(blocks[:, :, 1, 0]).all(0), self._rests
+        slots, drafted, accepted, blocks = slots[tells], drafted[:, tells], accepted[:, tells], blocks[:, tells]
+        self.survival.learn(slots, drafted, accepted, blocks)
+        paused, right = rests.paused[slots], accepted.sum(0)
+        drafts = slots[~paused]
+        lost = len(drafted) * rests.price[drafts] + rests.each[drafts] * drafted.sum(0)[~paused] - right[~paused]
+        rests.debt[drafts] = np.maximum(rests.debt[drafts] + lost, 0.0)
+        if not paused.any():
+            return
+        # A probe that went well is followed by another at once, until choose() leaves depth 0 or one fails.
+        if self.batch:
+            self.balance += right[paused].sum() / self.batch.rate
+        probed = slots[paused & (right >= rests.price[slots])]
+        rests.follows[probed] = True
+        self.survival.forget(probed[1 + self.survival.chances(probed)[:, 0] < LIKELY])
+
+    def measured(
+        self, tokens: int, num: int, context: int, verify: float, draft: float | None, drafting: int = 0, depth: int = 0
+    ) -> None:
+        """The time of a step of so many packed tokens, as CostTable.learn has it."""
+        assert tokens >= num > 0 and verify > 0, f"{tokens} tokens of {num} requests, {verify} s"
+        self.costs.learn(bucket_of(num, context), tokens, verify, draft, drafting, depth, tokens == num)
+
+
+class Told(NamedTuple):
+    """What a step did to its requests."""
+
+    slots: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    blocks: Floats  # as Survival.take_blocks has them
+
+
+class Rests:
+    """Which requests are paused, and what their drafts cost, by slot."""
+
+    def __init__(self, size: int) -> None:
+        self.paused, self.follows = np.zeros((2, size), bool)  # follows: its last probe went well
+        self.since = np.zeros(size, np.int64)  # when it was paused or probed last
+        # In tokens: its part of the drafter's pass or a whole probe, each draft that is verified, and what steps have
+        # lost since drafts last paid.
+        self.price, self.each, self.debt = np.zeros((3, size))
+
+    def open(self, slot: int) -> None:
+        if slot >= len(self.paused):
+            more = Rests(max(slot + 1 - len(self.paused), len(self.paused)))
+            for name, values in vars(self).items():
+                setattr(self, name, np.concatenate((values, getattr(more, name))))
+        self.paused[slot] = self.follows[slot] = False
+        self.since[slot], self.price[slot], self.each[slot], self.debt[slot] = -WAIT, 0.0, 0.0, 0.0
