@@ -32,10 +32,12 @@ from sparkdraft.kernels.reference import (
     accept_drafts,
     add_linear,
     append_text,
+    count_ids,
     cut_drafts,
     linear,
     match_text,
     pack_rows,
+    sampled_rows,
     tq_attention,
     tq_rope_write,
 )
