@@ -213,7 +213,7 @@ class Slots:
             result, kept_slots = self._accept(kind, ran, samples)
         self._observe(kind, ran, chunks, kept_slots, samples, firsts)
         if chunks and num_ends:
-            firsts = self._begin(ran, chunks, firsts)
+            firsts = self._begin(kind, ran, chunks, firsts)
         if result is not None and ran.matched is not None:
             result = torch.cat((result, ran.matched.unsqueeze(1)), 1)
         if result is not None and ran.gaps is not None:
@@ -406,7 +406,7 @@ class Slots:
         after = _ordered(following, ran.order) if following else None
         self.drafter.observe(CommittedRows(ran.aux_hidden, ran.positions, _ordered(slots, ran.order), after))
 
-    def _begin(self, ran: Ran, chunks: Chunks, firsts: Tensor) -> Tensor:  # int32 [prompts that end]
+    def _begin(self, kind: StepKind, ran: Ran, chunks: Chunks, firsts: Tensor) -> Tensor:  # int32 [prompts that end]
         """Fills the slots of prompts that ended. Returns their first ids, NONE where the step computed NaN."""
         stop = chunks.positions[chunks.ends] + 1
         self.token[chunks.slot], self.length[chunks.slot], self.observed[chunks.slot] = firsts, stop + 1, stop
@@ -415,7 +415,7 @@ class Slots:
         if self.chain:
             assert ran.aux_hidden is not None
             self.hidden[chunks.slot] = ran.aux_hidden[chunks.ends]
-        if self.edits.num_held:
+        if kind.draws:
             edited = self.edit_slots[chunks.slot]
             self.runner.model.ops.count_ids(self.edits.tables.counts, edited, firsts.unsqueeze(1))
         return firsts.masked_fill(ran.residual[chunks.ends, 0].isnan(), NONE)
