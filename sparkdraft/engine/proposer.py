@@ -29,7 +29,7 @@ from sparkdraft.core import Request, Work
 from sparkdraft.drafters.base import Anchors, CommittedRows, Drafter, Score
 from sparkdraft.engine.graphs import Graphs
 from sparkdraft.engine.runner import IntArray, Rows, Runner, StepInputs
-from sparkdraft.engine.sampler import Draws, pick, pick_sure
+from sparkdraft.engine.sampler import draws_of, pick, pick_sure
 from sparkdraft.kernels.ops import CannotCapture, Ops
 from sparkdraft.plan.resolve import Plan
 
@@ -186,7 +186,7 @@ class Proposer:
         works, self._score = self._works, score
         self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
-        draws = Draws.of(requests, positions, self.device, each)
+        draws = draws_of(requests, positions, self.device, each)
         if not self.finds_gaps:
             return pick(self.ops, logits, draws, ids).view(len(works), each)
         sure = pick_sure(self.ops, logits, draws, ids)

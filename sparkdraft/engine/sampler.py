@@ -19,7 +19,7 @@ from torch import Tensor
 from sparkdraft.core import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request, TokenLogprob
 from sparkdraft.engine.accept import checked
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.ops import IN_PROMPT, WIDEST, EditedSlots, LogitEdits, Ops
+from sparkdraft.kernels.ops import IN_PROMPT, WIDEST, Draws, EditedSlots, LogitEdits, Ops
 from sparkdraft.text.grammar import GrammarState, Mask
 
 LOGPROB_ROWS = 64  # of which the log-probabilities of all ids are in memory at once
@@ -54,30 +54,23 @@ class Sampled:
         return token_logprobs(rows, chosen, self.logits[first][1])
 
 
-class Draws(NamedTuple):
-    """Sampling parameters of the rows of a batch, on the device; None for a batch in which all rows are greedy."""
-
-    floats: Tensor  # float32 [3 * rows]: temperature (0: greedy), min_p, top_p
-    integers: Tensor  # int64 [3 * rows]: top_k (0: off), seed, position of the sampled id
-
-    @classmethod
-    def of(
-        cls, requests: Sequence[Request], positions: Sequence[int], device: torch.device, each: int = 1
-    ) -> Draws | None:
-        """Parameters of 'each' rows per request, which sample ids from its position on; None if no request draws."""
-        params = [request.params for request in requests]
-        if not any(p.temperature for p in params):
-            return None
-        numbers, rows = range(each), [p for p in params for _ in range(each)] if each > 1 else params
-        floats = array("f", [*(p.temperature for p in rows), *(p.min_p for p in rows), *(p.top_p for p in rows)])
-        integers = array("q", [p.top_k for p in rows])
-        integers.extend(request.seed for request in requests for _ in numbers)
-        integers.extend(position + k for position in positions for k in numbers)
-        # Tensors over the arrays' own memory: torch takes several times as long to read lists.
-        tensors = [torch.frombuffer(floats, dtype=torch.float32), torch.frombuffer(integers, dtype=torch.int64)]
-        if device.type != "cpu":
-            tensors = [tensor.to(device) for tensor in tensors]
-        return cls(*tensors)
+def draws_of(
+    requests: Sequence[Request], positions: Sequence[int], device: torch.device, each: int = 1
+) -> Draws | None:
+    """How 'each' rows per request are sampled, which sample ids from its position on; None if no request draws."""
+    params, count = [request.params for request in requests], len(requests)
+    if not any(p.temperature for p in params):
+        return None
+    floats = array("f", [*(p.temperature for p in params), *(p.min_p for p in params), *(p.top_p for p in params)])
+    integers = array("q", [*(p.top_k for p in params), *(request.seed for request in requests)])
+    rows = array("i", [slot for slot in range(count) for _ in range(each)])
+    rows.extend(position + k for position in positions for k in range(each))
+    # Tensors over the arrays' own memory: torch takes several times as long to read lists.
+    of_rows, of_floats, of_integers = (
+        torch.frombuffer(numbers, dtype=dtype).view(lines, -1).to(device)
+        for numbers, dtype, lines in ((rows, torch.int32, 2), (floats, torch.float32, 3), (integers, torch.int64, 2))
+    )
+    return Draws(of_rows[0], of_rows[1], of_floats, of_integers)
 
 
 def staged(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -211,7 +204,7 @@ class Sampler:
             self.ops.edit_logits(logits, edits)
         if any(r.grammar for r in rows):
             self._constrain(logits, rows)
-        draws = Draws.of([r.request for r in rows], [r.position for r in rows], logits.device)
+        draws = draws_of([r.request for r in rows], [r.position for r in rows], logits.device)
         return Sampled(checked(logits, pick(self.ops, logits, draws)), raw)
 
     def forget(self, request: Request) -> None:
@@ -260,8 +253,7 @@ def pick(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = Non
     Samples and drafts are picked by this one function, on the host and in overlapped steps. draws: None if all rows are
     greedy. ids: int64 [columns], the id of each column; None if a column's number is its id.
     """
-    floats, integers = draws or (None, None)
-    return ids_of(ops.sample(logits, floats, integers, ids), ids)
+    return ids_of(ops.sample(logits, draws, ids), ids)
 
 
 def ids_of(columns: Tensor, ids: Tensor | None) -> Tensor:
@@ -324,6 +316,5 @@ class Sure(NamedTuple):
 
 def pick_sure(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Sure:
     """Pick as `pick` does, and find the gaps in the same logits, without another pass over the head."""
-    floats, integers = draws or (None, None)
-    columns, gaps = ops.sample_sure(logits, floats, integers, ids, WIDEST)
+    columns, gaps = ops.sample_sure(logits, draws, ids, WIDEST)
     return Sure(ids_of(columns, ids), gaps)

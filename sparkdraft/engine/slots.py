@@ -30,8 +30,8 @@ from sparkdraft.drafters.base import Anchors, CommittedRows, Score
 from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Draws, EditTables, ids_of, pick, pick_sure, top_logprobs
-from sparkdraft.kernels.ops import WIDEST, AttentionView, DraftTerms, LogitEdits, PackedRows
+from sparkdraft.engine.sampler import EditTables, ids_of, pick, pick_sure, top_logprobs
+from sparkdraft.kernels.ops import WIDEST, AttentionView, DraftTerms, Draws, Ends, LogitEdits, PackedRows
 from sparkdraft.models.common.blocks import Step
 
 
@@ -128,7 +128,7 @@ class Slots:
         self.state = integers(5, num_slots)
         self.token, self.length, self.observed, self.most, self.edit_slots = self.state
         self.tables = integers(num_slots, max_blocks)
-        # The sampling parameters of each slot, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
+        # The sampling parameters of each slot, as in ops.Draws: temperature, min_p, top_p; top_k, seed.
         self.floats, self.integers = torch.zeros(3, num_slots, device=device), integers(2, num_slots, dtype=torch.int64)
         # The ids of each slot, from position 0 on, if requests draft from them.
         self.text = integers(num_slots, plan.max_model_len) if reads_text else None
@@ -213,7 +213,7 @@ class Slots:
             result, kept_slots = self._accept(kind, ran, samples)
         self._observe(kind, ran, chunks, kept_slots, samples, firsts)
         if chunks and num_ends:
-            firsts = self._begin(ran, chunks, firsts)
+            firsts = self._begin(kind, ran, chunks, firsts)
         if result is not None and ran.matched is not None:
             result = torch.cat((result, ran.matched.unsqueeze(1)), 1)
         if result is not None and ran.gaps is not None:
@@ -310,9 +310,9 @@ class Slots:
         """int32 [seqs, each]. spec.drafter.Pick within a step."""
         draws = None
         if kind.draws:
-            slot = torch.arange(kind.seqs * each, device=self.device) // each
+            slots = self._count(kind.seqs).repeat_interleave(each)
             positions = (self.length[: kind.seqs].unsqueeze(1) + drafted + self._count(each)).flatten()
-            draws = self._draws(kind, slot, positions)
+            draws = Draws(slots, positions, self.floats, self.integers)
         ops = self.runner.model.ops
         if self.cuts:
             picked, gaps = pick_sure(ops, score(False), draws, ids)
@@ -346,37 +346,18 @@ class Slots:
             return model.likeliest(residual).int(), None
         logits = model.logits(residual)
         raw = logits[asked.scored] if asked is not None and asked.scored is not None else None
+        draws = None
         if kind.draws:
-            model.ops.edit_logits(logits, self._edits(ran.rows, chunks))
+            ends = Ends(chunks.slot, chunks.ends, chunks.positions) if chunks and len(chunks.ends) else None
+            rows = model.ops.sampled_rows(ran.rows, ends, self.length, self.edit_slots)
+            edits = LogitEdits(rows.edited, rows.positions, rows.ids, rows.ahead, self.edits.tables)
+            model.ops.edit_logits(logits, edits)
+            draws = Draws(rows.slots, rows.positions, self.floats, self.integers)
         if asked is not None and asked.masks is not None and asked.which is not None:
             model.ops.forbid_bits(logits, asked.masks, asked.which)
-        draws = self._draws(kind, *self._drawn(ran.rows, chunks)) if kind.draws else None
         samples = pick(model.ops, logits, draws)
         scores = None if raw is None or asked is None else top_logprobs(raw, samples[asked.scored], MAX_LOGPROBS)
         return samples.int(), scores
-
-    def _drawn(self, rows: PackedRows | None, chunks: Chunks | None) -> tuple[Tensor, Tensor]:
-        """The slot of each row that samples, and the position of the id that it samples."""
-        slots = [chunks.slot] if chunks else []
-        positions = [chunks.positions[chunks.ends] + 1] if chunks else []
-        if rows:
-            slots, positions = [*slots, rows.seq_of], [*positions, rows.positions + 1]
-        return (slots[0], positions[0]) if len(slots) == 1 else (torch.cat(slots), torch.cat(positions))
-
-    def _edits(self, rows: PackedRows | None, chunks: Chunks | None) -> LogitEdits:
-        """A row's slot in the tables of edits, the position that it samples, its token, and the drafts before that."""
-        parts = []
-        if chunks:
-            none = torch.zeros_like(chunks.slot, dtype=torch.int32)
-            parts.append((self.edit_slots[chunks.slot], chunks.positions[chunks.ends] + 1, none, none))
-        if rows:
-            slot = rows.seq_of.long()
-            edited = self.edit_slots[slot].where(rows.slots >= 0, -1)
-            parts.append((edited, rows.positions + 1, rows.ids, rows.positions - (self.length[slot] - 1)))
-        slots, positions, ids, ahead = (
-            each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
-        )
-        return LogitEdits(slots, positions, ids, ahead, self.edits.tables)
 
     def _accept(self, kind: StepKind, ran: Ran, samples: Tensor) -> tuple[Tensor, Tensor]:
         """`Slots.step`'s result, and the slots of the rows that are now committed."""
@@ -389,7 +370,7 @@ class Slots:
         result, kept_slots = ops.accept_drafts(ran.drafts, samples, ran.kept, *state, rows, self._stamp, given)
         accepted = result[:, depth + 1]
         if kind.draws:
-            self._count_committed(result[:, : depth + 1], accepted)
+            ops.count_ids(self.edits.tables.counts, self.edit_slots[:seqs], result[:, : depth + 1], accepted)
         if self.text is not None and before is not None:
             ops.append_text(self.text[:seqs], before, result[:, : depth + 1], accepted + 1)
         places = rows.places.long()
@@ -425,7 +406,7 @@ class Slots:
         after = _ordered(following, ran.order) if following else None
         self.drafter.observe(CommittedRows(ran.aux_hidden, ran.positions, _ordered(slots, ran.order), after))
 
-    def _begin(self, ran: Ran, chunks: Chunks, firsts: Tensor) -> Tensor:  # int32 [prompts that end]
+    def _begin(self, kind: StepKind, ran: Ran, chunks: Chunks, firsts: Tensor) -> Tensor:  # int32 [prompts that end]
         """Fills the slots of prompts that ended. Returns their first ids, NONE where the step computed NaN."""
         stop = chunks.positions[chunks.ends] + 1
         self.token[chunks.slot], self.length[chunks.slot], self.observed[chunks.slot] = firsts, stop + 1, stop
@@ -434,23 +415,10 @@ class Slots:
         if self.chain:
             assert ran.aux_hidden is not None
             self.hidden[chunks.slot] = ran.aux_hidden[chunks.ends]
-        if self.edits.num_held:
+        if kind.draws:
             edited = self.edit_slots[chunks.slot]
-            index = edited.clamp(min=0).long() * self.edits.vocab_size + firsts
-            self.edits.tables.counts.view(-1).index_add_(0, index, (edited >= 0).int())
+            self.runner.model.ops.count_ids(self.edits.tables.counts, edited, firsts.unsqueeze(1))
         return firsts.masked_fill(ran.residual[chunks.ends, 0].isnan(), NONE)
-
-    def _count_committed(self, samples: Tensor, accepted: Tensor) -> None:
-        """Count the ids that a step has committed: of each slot the accepted drafts and the sample behind them."""
-        slots, width = self.edit_slots[: len(samples)].unsqueeze(1), samples.shape[1]
-        counts = (self._count(width) <= accepted.unsqueeze(1)) & (slots >= 0)
-        index = slots.clamp(min=0).long() * self.edits.vocab_size + samples.clamp(min=0)
-        self.edits.tables.counts.view(-1).index_add_(0, index.flatten(), counts.flatten().int())
-
-    def _draws(self, kind: StepKind, slot: Tensor, positions: Tensor) -> Draws:
-        """The parameters of rows: the slot of each, and the position of the id that it samples."""
-        integers = torch.cat((self.integers.index_select(1, slot), positions.unsqueeze(0)))
-        return Draws(self.floats.index_select(1, slot), integers)
 
 
 def _ordered(parts: list[Tensor], order: Tensor | None) -> Tensor:

@@ -208,6 +208,33 @@ IN_PROMPT = 1 << 30  # stands in EditedSlots.counts beside how often an id was w
 MOST_MATCH = 32  # ids of a match in a request's own text; a longer one counts as this long
 
 
+class Ends(NamedTuple):
+    """Prompts that end in a step, which sample the first id of their slot."""
+
+    slot: Tensor  # int64 [ends]
+    row: Tensor  # int64 [ends]: the row of the last token of each
+    positions: Tensor  # int32 [tokens]: of all tokens of prompts
+
+
+class SampledRows(NamedTuple):
+    """What each row that samples reads; int32 [rows] each."""
+
+    slots: Tensor  # whose parameters it samples with; -1: padding
+    positions: Tensor  # of the sampled id
+    edited: Tensor  # the slot in the tables of edits; negative: the row stays as it is
+    ids: Tensor  # the token of each row
+    ahead: Tensor  # drafts before the sampled id
+
+
+class Draws(NamedTuple):
+    """How rows are sampled: each with the parameters of a slot."""
+
+    slots: Tensor  # int32 [rows]; negative: the row takes its largest
+    positions: Tensor  # int32 [rows]: of the sampled id
+    floats: Tensor  # float32 [3, slots]: temperature (0: greedy), min_p, top_p
+    integers: Tensor  # int64 [2, slots]: top_k (0: off), seed
+
+
 class EditedSlots(NamedTuple):
     """What requests ask of their logits, a row of each table per request slot."""
 
@@ -508,14 +535,13 @@ class Ops(KeepsWeights, Protocol):
     def sample(
         self,
         logits: Tensor,  # float32 [rows, columns]
-        floats: Tensor | None,  # float32 [3 * rows]: temperature (0: greedy), min_p, top_p; None: all rows are greedy
-        integers: Tensor | None,  # int64 [3 * rows]: top_k (0: off), seed, position
+        draws: Draws | None,  # None: all rows are greedy
         ids: Tensor | None = None,  # int64 [columns]: the id of each column; None: its number
     ) -> Tensor:  # int64 [rows]
         """The column each row takes: its largest, or the one it draws from what its filters leave."""
 
     def sample_sure(
-        self, logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float
+        self, logits: Tensor, draws: Draws | None, ids: Tensor | None, widest: float
     ) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
         """`sample`, and how far what a row takes stands above the rest, up to 'widest'.
 
@@ -575,6 +601,24 @@ class Ops(KeepsWeights, Protocol):
         Returns per sequence the samples, the numbers of accepted and of verified drafts, and nanoseconds since the
         stamp; per row the slot, if the row is now committed, else -1.
         """
+
+    def sampled_rows(
+        self,
+        rows: PackedRows | None,  # of the slots; None: none decodes
+        ends: Ends | None,  # None: no prompt ends
+        length: Tensor,  # int32 [slots]: committed ids of each slot
+        edit_slots: Tensor,  # int32 [slots]: the slot of each in the tables of edits; negative: none
+    ) -> SampledRows:
+        """What the rows that sample read: prompts that end, then the rows of the slots."""
+
+    def count_ids(
+        self,
+        counts: Tensor,  # int32 [edit slots, columns], changed in place
+        edit_slots: Tensor,  # int32 [seqs]; negative: nothing is counted
+        samples: Tensor,  # integers [seqs, width]
+        accepted: Tensor | None = None,  # integers [seqs]: accepted drafts; None: none
+    ) -> None:
+        """Counts what a step has committed: of each sequence its accepted drafts and the sample behind them."""
 
     # Drafts from a request's own text
 

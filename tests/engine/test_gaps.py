@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Draws, ids_of, pick, pick_sure
+from sparkdraft.engine.sampler import draws_of, ids_of, pick, pick_sure
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.ops import WIDEST, Ops
+from sparkdraft.kernels.ops import WIDEST, Draws, Ops
 from sparkdraft.kernels.reference.sampling import scores
 
 COLUMNS = 1000
@@ -27,7 +27,7 @@ def rows_of(kind: str, each: int = 40) -> tuple[torch.Tensor, Draws | None]:
     rows = len(requests) * each
     sharp = torch.linspace(0.3, 6, rows).unsqueeze(1)
     logits = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(1)) * sharp
-    return logits, Draws.of(requests, [7] * len(requests), torch.device("cpu"), each)
+    return logits, draws_of(requests, [7] * len(requests), torch.device("cpu"), each)
 
 
 @pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.NAME)
@@ -42,8 +42,8 @@ def test_ids_are_those_that_the_sampler_picks(ops: Ops, kind: str, subset: bool)
     others = logits.scatter(1, columns.unsqueeze(1), float("-inf"))
     gaps = top - others.masked_fill(others < top.unsqueeze(1) - WIDEST, float("-inf")).logsumexp(-1)
     if draws:
-        best = scores(logits, *draws, ids).topk(2)
-        greedy = draws.floats.view(3, -1)[0] == 0
+        best = scores(logits, draws, ids).topk(2)
+        greedy = draws.floats[0, draws.slots.long()] == 0
         columns, gaps = (
             columns.where(greedy, best.indices[:, 0]),
             gaps.where(greedy, best.values[:, 0] - best.values[:, 1]),
@@ -57,7 +57,7 @@ def test_a_greedy_gap_is_the_logit_of_the_probability() -> None:
     logits = torch.randn(5, 50)  # all of them within WIDEST of each other
     chance = logits.softmax(-1).amax(-1)
     torch.testing.assert_close(
-        reference.sample_sure(logits, None, None, None, WIDEST)[1],
+        reference.sample_sure(logits, None, None, WIDEST)[1],
         torch.log(chance / (1 - chance)),
         atol=1e-4,
         rtol=1e-4,
@@ -68,7 +68,7 @@ def test_a_greedy_gap_is_the_logit_of_the_probability() -> None:
 def test_the_surest_and_the_only_one(ops: Ops) -> None:
     logits = torch.zeros(2, 40)
     logits[:, 3] = 50.0
-    draws = Draws.of([Request("a", 0, [1], SamplingParams(temperature=0.5), 1, 9)], [3], torch.device("cpu"), 2)
+    draws = draws_of([Request("a", 0, [1], SamplingParams(temperature=0.5), 1, 9)], [3], torch.device("cpu"), 2)
     for given in (None, draws):
         sure = pick_sure(ops, logits.clone(), given)
         assert sure.ids.tolist() == [3, 3] and sure.gaps.tolist() == [WIDEST, WIDEST]

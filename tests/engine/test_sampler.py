@@ -16,13 +16,14 @@ from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.sampler import (
     LOGPROB_ROWS,
-    Draws,
     Sampler,
     SampleRow,
+    draws_of,
     read_logprobs,
     token_logprobs,
     top_logprobs,
 )
+from sparkdraft.kernels.ops import Draws
 from sparkdraft.kernels.reference.sampling import allowed, keep, top_k_floor, top_p_floor
 
 VOCAB = 50
@@ -130,14 +131,14 @@ def test_the_filters_of_others_leave_a_row_as_it_is() -> None:
     logits = torch.linspace(0, -150, 200).expand(len(params), -1)
 
     def rows(params: list[SamplingParams]) -> Draws:
-        draws = Draws.of([request(p) for p in params], [0] * len(params), CPU)
+        draws = draws_of([request(p) for p in params], [0] * len(params), CPU)
         assert draws
         return draws
 
-    together = allowed(logits, *rows(params))
+    together = allowed(logits, rows(params))
     assert not together[0].isinf().any() and not together[2].isinf().any()
     for row, own in enumerate(params):
-        assert torch.equal(together[row : row + 1], allowed(logits[:1], *rows([own])))
+        assert torch.equal(together[row : row + 1], allowed(logits[:1], rows([own])))
 
 
 def test_top_p_of_one_keeps_the_least_likely_id() -> None:

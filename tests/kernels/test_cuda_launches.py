@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.states import RecurrentStates, StateSizes, recurrent_layers
+from sparkdraft.engine.sampler import EditTables
+from sparkdraft.engine.slots import Ran, Slots, StepKind
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.ops import AttentionView
+from sparkdraft.kernels.ops import AttentionView, PackedRows
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.tensors import file_tensor_shapes
 from sparkdraft.models.registry import architecture, read_config
@@ -115,3 +118,38 @@ def test_an_operator_of_torch_in_a_layer_is_counted(monkeypatch: pytest.MonkeyPa
     with pytest.MonkeyPatch.context() as other:
         other.setattr(cuda, "rope_write", lambda qkv, *_: qkv.mul_(2))
         assert launches_by_layer("qwen3-30b-a3b", 1, monkeypatch, 90)[1][1] == "torch.mul"
+
+
+SAMPLE = ["_sampled_rows", "_edit", "_largest_of_groups", "_draw_of_part", "_draw_of_row", "torch.int"]
+ACCEPT = ["_accept_drafts", "torch.long", "torch.add", "torch.isnan", "torch.masked_fill"]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("depth", [0, 3])
+def test_launches_of_what_follows_the_model(depth: int, draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling, editing and counting are six launches more than the argmax of greedy rows, at any depth."""
+    seqs, vocab = 4, 151936
+    rows, plan = seqs * (1 + depth), SimpleNamespace(max_seqs=8, max_model_len=512, block_size=16, max_step_tokens=64)
+
+    def ints(*shape: int) -> Tensor:
+        return empty(*shape, dtype=torch.int32)
+
+    logits, likeliest = empty(rows, vocab, dtype=torch.float32), ints(rows).long()
+    model = SimpleNamespace(ops=cuda, layers=[], logits=lambda residual: logits, likeliest=lambda residual: likeliest)
+    runner: Any = SimpleNamespace(plan=plan, model=model, aux_hidden=empty(64, 5, 16))
+    edits = EditTables(8, vocab, frozenset(), META)
+    assert edits.tables
+    slots = Slots(runner, None, 4, META, edits)
+    packed = PackedRows(*(ints(rows) for _ in range(4)), ints(seqs), ints(seqs + 1), ints(seqs, 1 + depth))
+    ran = Ran(empty(rows, 16), None, ints(rows), rows=packed, kept=ints(seqs))
+    ran = ran._replace(drafts=ints(seqs, depth)) if depth else ran
+    found: list[str] = []
+
+    def run() -> None:
+        with watching(model, "cuda") as watch:
+            slots.finish(StepKind(seqs, depth, draws), ran)
+        found.extend(each.kernel for each in watch.ran)
+
+    captured_launches(monkeypatch, 90, run)
+    accept = [ACCEPT[0], "_count_ids", *ACCEPT[1:]] if draws else ACCEPT
+    assert found == (SAMPLE if draws else ["torch.int"]) + accept, "fewer are welcome here"

@@ -25,7 +25,9 @@ from sparkdraft.kernels.ops import (
     AttentionParams,
     AttentionView,
     DraftTerms,
+    Draws,
     EditedSlots,
+    Ends,
     LogitEdits,
     RopeArgs,
 )
@@ -317,12 +319,16 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
         cuda.paged_attention(q, *kept, view, AttentionParams(0.1, True, window, sinks), most)
     cuda.gated(made(seqs * rows, 3072), SILU)
     argmax.argmax(floats(seqs * rows, 40000))
-    drawn = floats(3 * seqs * rows), ints(3 * seqs * rows).long()
-    cuda.sample(floats(seqs * rows, 40000), *drawn)
-    cuda.sample_sure(floats(seqs * rows, 40000), *drawn, ints(40000).long(), WIDEST)
-    cuda.sample_sure(floats(seqs * rows, 40000), None, None, None, WIDEST)
+    ends = Ends(ints(2).long(), ints(2).long(), positions)
+    sampled = [cuda.sampled_rows(*some, lanes[0], lanes[1]) for some in ((packed, ends), (packed, None), (None, ends))]
+    draws = Draws(sampled[1].slots, sampled[1].positions, floats(3, seqs), ints(2, seqs).long())
+    cuda.sample(floats(seqs * rows, 40000), draws)
+    cuda.sample_sure(floats(seqs * rows, 40000), draws, ints(40000).long(), WIDEST)
+    cuda.sample_sure(floats(seqs * rows, 40000), None, None, WIDEST)
     edited = EditedSlots(ints(seqs, 40000), floats(seqs, 3), ints(seqs, 1200), floats(seqs, 1200), ints(seqs, 1200))
     cuda.edit_logits(floats(seqs * rows, 40000), LogitEdits(*(ints(seqs * rows) for _ in range(4)), edited))
+    cuda.count_ids(edited.counts, lanes[0], ints(seqs, rows), lanes[1])
+    cuda.count_ids(edited.counts, lanes[0], ints(seqs, 1))
     cuda.store_aux(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.store_aux(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)
     state = lanes[2], lanes[0], lanes[1], lanes[3], packed, stamp

@@ -7,6 +7,7 @@ import torch
 
 from sparkdraft.kernels import native
 from sparkdraft.kernels.noise import LARGEST, gumbel
+from sparkdraft.kernels.ops import Draws
 
 MANY = 20000
 ZERO, COUNT = torch.zeros(MANY, dtype=torch.long), torch.arange(MANY)
@@ -45,10 +46,10 @@ def test_the_kernel_leaves_out_only_what_cannot_win(width: float) -> None:
     scaled[:, 100:200] = float("-inf")
     seeds, positions, ids = COUNT[:24] * -31, COUNT[:24] + 7, torch.randperm(5000)
     drawn = draw(scaled, seeds, positions)
-    unfiltered = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(24)
-    integers = torch.cat((ZERO[:24], seeds, positions))
-    assert torch.equal(native.sample(scaled, unfiltered, integers), drawn)
-    assert torch.equal(native.sample(scaled, unfiltered, integers, ids), draw(scaled, seeds, positions, ids))
+    unfiltered = torch.tensor([[1.0], [0.0], [1.0]]).expand(3, 24).contiguous()
+    draws = Draws(COUNT[:24].int(), positions.int(), unfiltered, torch.stack((ZERO[:24], seeds)))
+    assert torch.equal(native.sample(scaled, draws), drawn)
+    assert torch.equal(native.sample(scaled, draws, ids), draw(scaled, seeds, positions, ids))
     assert not ((drawn >= 100) & (drawn < 200)).any()
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Draws, pick
+from sparkdraft.engine.sampler import draws_of, pick
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.ops import IN_PROMPT, EditedSlots, LogitEdits, Ops
+from sparkdraft.kernels.ops import IN_PROMPT, EditedSlots, Ends, LogitEdits, Ops, PackedRows
 from sparkdraft.kernels.reference.sampling import allowed
 
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler here")
@@ -33,7 +33,7 @@ def rows_of(params: SamplingParams, seed: int) -> Rows:
 
 
 def draw(ops: Ops, logits: torch.Tensor, rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
-    return pick(ops, logits, Draws.of([r for r, _ in rows], [position for _, position in rows], CPU), ids)
+    return pick(ops, logits, draws_of([r for r, _ in rows], [position for _, position in rows], CPU), ids)
 
 
 @needs_compiler
@@ -61,9 +61,9 @@ def test_ties_with_the_last_survivor_survive() -> None:
     request = Request("a", 0, [1], params, 5, 8)
     drawn = draw(native, logits, [(request, position) for position in range(400)])
     assert set(drawn.tolist()) == set(range(10))
-    draws = Draws.of([request], [0], CPU)
+    draws = draws_of([request], [0], CPU)
     assert draws
-    kept = allowed(logits[:1], *draws)
+    kept = allowed(logits[:1], draws)
     assert int(torch.isfinite(kept).sum()) == 10
 
 
@@ -92,7 +92,7 @@ def test_greedy_rows_take_their_largest_beside_rows_that_draw() -> None:
     logits = torch.randn(DRAWS, 1003, generator=torch.Generator().manual_seed(4)).round(decimals=1)  # with many ties
     greedy, warm = (rows_of(SamplingParams(temperature=t), 5) for t in (0.0, 1.0))
     mixed = [(greedy, warm)[i % 2][i] for i in range(DRAWS)]
-    assert Draws.of([r for r, _ in greedy], range(DRAWS), CPU) is None
+    assert draws_of([r for r, _ in greedy], range(DRAWS), CPU) is None
     largest, drawn = logits.argmax(-1), draw(reference, logits, warm)
     wanted = [int((largest, drawn)[i % 2][i]) for i in range(DRAWS)]
     assert draw(native, logits, mixed).tolist() == draw(reference, logits, mixed).tolist() == wanted
@@ -101,11 +101,14 @@ def test_greedy_rows_take_their_largest_beside_rows_that_draw() -> None:
 def test_the_rows_of_a_request_follow_each_other() -> None:
     """`each` rows for each request are the same as rows that are named one by one."""
     requests = [rows_of(SamplingParams(temperature=0.5 + 0.1 * i, top_k=i), i)[0][0] for i in range(3)]
-    together = Draws.of(requests, [7, 20, 3], CPU, each=4)
+    together = draws_of(requests, [7, 20, 3], CPU, each=4)
     positions = [first + k for first in (7, 20, 3) for k in range(4)]
-    alone = Draws.of([r for r in requests for _ in range(4)], positions, CPU)
+    alone = draws_of([r for r in requests for _ in range(4)], positions, CPU)
     assert together and alone
-    assert torch.equal(together.floats, alone.floats) and torch.equal(together.integers, alone.integers)
+    assert torch.equal(together.positions, alone.positions)
+    mine, own = together.slots.long(), alone.slots.long()
+    assert torch.equal(together.floats[:, mine], alone.floats[:, own])
+    assert torch.equal(together.integers[:, mine], alone.integers[:, own])
 
 
 def random_edits(columns: int, device: str = "cpu") -> LogitEdits:
@@ -161,3 +164,39 @@ def test_masks_forbid_as_the_definition_does(columns: int) -> None:
     native.forbid_bits(found, masks, which)
     assert torch.equal(expected, wanted) and torch.equal(found, wanted)
     assert found[0].isneginf().any() and found[0].isfinite().any() and torch.equal(found[1], logits[1])
+
+
+# What a step samples and counts
+
+COMMITTED = [2, -1, 0], [[7, 7, 9], [1, 2, 3], [49, 0, 3]], [2, 2, 0]  # edit slots, samples, accepted drafts
+
+
+def test_accepted_drafts_and_the_sample_behind_them_are_counted() -> None:
+    slots, samples, accepted = (torch.tensor(values, dtype=torch.int32) for values in COMMITTED)
+    counts = torch.zeros(3, 50, dtype=torch.int32)
+    reference.count_ids(counts, slots, samples, accepted)
+    assert {(i, j): int(counts[i, j]) for i, j in counts.nonzero().tolist()} == {(2, 7): 2, (2, 9): 1, (0, 49): 1}
+    reference.count_ids(counts, slots, samples)
+    assert int(counts[2, 7]) == 3 and int(counts[0, 49]) == 2 and int(counts.sum()) == 6
+
+
+def sampled_case(device: str = "cpu") -> tuple[PackedRows, Ends, torch.Tensor, torch.Tensor]:
+    """Slots 0 and 2 with two rows and one, a row of padding, and prompts that end for the slots 3 and 1."""
+
+    def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    length, edit_slots = ints([11, 0, 6, 0]), ints([5, 6, -1, 7])
+    positions, seq_of, slots = ints([10, 11, 5, 0]), ints([0, 0, 2, 1]), ints([10, 11, 85, -1])
+    unread = ints([0])
+    rows = PackedRows(ints([30, 31, 32, 0]), positions, slots, seq_of, unread, unread, unread)
+    ends = Ends(ints([3, 1], torch.int64), ints([2, 6], torch.int64), ints([0, 1, 2, 4, 5, 6, 7, 0]))
+    return rows, ends, length, edit_slots
+
+
+def test_rows_that_sample() -> None:
+    found = [part.tolist() for part in reference.sampled_rows(*sampled_case())]
+    assert found[0] == [3, 1, 0, 0, 2, -1], "slots"
+    assert found[1] == [3, 8, 11, 12, 6, 1], "positions"
+    assert found[2] == [7, 6, 5, 5, -1, -1], "edited"
+    assert found[3][2:5] == [30, 31, 32] and found[4][:5] == [0, 0, 0, 1, 0], "tokens, and drafts before them"

@@ -24,10 +24,10 @@ from sparkdraft.kernels.cuda.recurrent.delta_steps import delta_rule
 from sparkdraft.kernels.cuda.recurrent.layer import causal_conv, find_states, gated_norm
 from sparkdraft.kernels.cuda.runtime import compiling as compiler
 from sparkdraft.kernels.cuda.runtime.graph import Graph
-from sparkdraft.kernels.cuda.sampling.edit import edit_logits
+from sparkdraft.kernels.cuda.sampling.edit import count_ids, edit_logits
 from sparkdraft.kernels.cuda.sampling.forbid import forbid_bits
 from sparkdraft.kernels.cuda.sampling.sample import sample, sample_sure
-from sparkdraft.kernels.cuda.sampling.stepping import accept_drafts, admit_drafts, make_rows, pack_rows
+from sparkdraft.kernels.cuda.sampling.stepping import accept_drafts, admit_drafts, make_rows, pack_rows, sampled_rows
 from sparkdraft.kernels.cuda.sampling.text import append_text, match_text
 from sparkdraft.kernels.reference import concat, embed, find_pages, keep_float_experts, keep_float_matrix
 

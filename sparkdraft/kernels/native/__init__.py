@@ -33,9 +33,11 @@ from sparkdraft.kernels.reference import (
     add_linear,
     admit_drafts,
     append_text,
+    count_ids,
     linear,
     match_text,
     pack_rows,
+    sampled_rows,
     tq_attention,
     tq_rope_write,
 )

@@ -30,7 +30,7 @@ _SIGNATURES = {
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),
     ),
     "sd_find_pages": (*(c_void_p,) * 5, *(c_int64,) * 4),
-    "sd_sample": (c_void_p, c_int64, c_int64, c_int64, *(c_void_p,) * 5, c_float),
+    "sd_sample": (c_void_p, *(c_int64,) * 4, *(c_void_p,) * 7, c_float),
     "sd_edit_logits": (c_void_p, *(c_int64,) * 3, *(c_void_p,) * 9, c_int64),
     "sd_make_rows": (*(c_void_p,) * 4, *(c_int64,) * 5, c_void_p),
     "sd_unit_rms": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float),

@@ -230,25 +230,29 @@ void sd_edit_logits(float* logits, int64_t stride, int64_t rows, int64_t columns
     });
 }
 
-// The column that each row takes: the one it draws, or at temperature 0 the first of its largest. floats [3, rows] are
-// temperature, min_p and top_p, integers [3, rows] top_k, seed and position. ids: what columns stand for, or null for
-// themselves. gaps [rows]: how far each row's best stands above the rest, up to 'widest'; null if nobody asks. floats may
-// be null where all rows take their largest.
-void sd_sample(const float* logits, int64_t stride, int64_t rows, int64_t columns, const float* floats,
-               const int64_t* integers, const int64_t* ids, int64_t* out, float* gaps, float widest) {
+// The column that each row takes: the one it draws, or at temperature 0 and without a slot the first of its largest.
+// slots, positions [rows]: whose parameters a row has, and where its id will stand; both are null where all rows take
+// their largest. floats [3, num_slots] are temperature, min_p and top_p, integers [2, num_slots] top_k and seed. ids: what
+// columns stand for, or null for themselves. gaps [rows]: how far each row's best stands above the rest, up to 'widest';
+// null if nobody asks.
+void sd_sample(const float* logits, int64_t stride, int64_t rows, int64_t columns, int64_t num_slots,
+               const int32_t* slots, const int32_t* positions, const float* floats, const int64_t* integers,
+               const int64_t* ids, int64_t* out, float* gaps, float widest) {
     pool::parallel_ranges(rows, double(rows * columns) * 4, 1, [&](int64_t begin, int64_t end) {
         std::vector<float> weights, scratch;
         for (int64_t r = begin; r < end; ++r) {
             const float* x = logits + r * stride;
             const float within = gaps ? widest : 0;
             Taken taken;
-            if (!floats || floats[r] == 0) {
+            const int64_t slot = slots ? slots[r] : -1;
+            if (slot < 0 || floats[slot] == 0) {
                 taken = take_largest(x, columns, within);
             } else {
-                const float top = largest(x, columns);
-                const float temperature = std::max(floats[r], 1e-5f), min_p = floats[rows + r];
-                const uint64_t noise = uint64_t(integers[rows + r]) * SEED + uint64_t(integers[2 * rows + r]) * POSITION;
-                const Row row{x, columns, temperature, min_p, floats[2 * rows + r], integers[r], noise, ids, top};
+                const float top = largest(x, columns), temperature = std::max(floats[slot], 1e-5f);
+                const float min_p = floats[num_slots + slot], top_p = floats[2 * num_slots + slot];
+                const uint64_t noise =
+                    uint64_t(integers[num_slots + slot]) * SEED + uint64_t(positions[r]) * POSITION;
+                const Row row{x, columns, temperature, min_p, top_p, integers[slot], noise, ids, top};
                 taken = sample(row, weights, scratch, within);
             }
             out[r] = taken.column;

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.native.library import c
-from sparkdraft.kernels.ops import LogitEdits
+from sparkdraft.kernels.ops import Draws, LogitEdits
 from sparkdraft.kernels.reference.sampling import argmax
 
 # Per byte of a mask: the upper bounds of its eight columns. Taking a minimum needs a quarter of the time of an indexed
@@ -31,28 +31,28 @@ def forbid_bits(logits: Tensor, masks: Tensor, which: Tensor) -> None:
             np.minimum(table[row], BOUNDS.take(bits[number], 0).ravel()[:columns], out=table[row])
 
 
-def sample(logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None = None) -> Tensor:
-    if floats is None:
+def sample(logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
+    if draws is None:
         return argmax(logits)
     out = torch.empty(len(logits), dtype=torch.int64)
-    _run(logits, floats, integers, ids, out, None, 0.0)
+    _run(logits, draws, ids, out, None, 0.0)
     return out
 
 
-def sample_sure(
-    logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float
-) -> tuple[Tensor, Tensor]:
+def sample_sure(logits: Tensor, draws: Draws | None, ids: Tensor | None, widest: float) -> tuple[Tensor, Tensor]:
     out, gaps = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-    _run(logits, floats, integers, ids, out, gaps, widest)
+    _run(logits, draws, ids, out, gaps, widest)
     return out, gaps
 
 
 def _run(
-    logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, out: Tensor,
-    gaps: Tensor | None, widest: float,
-) -> None:  # fmt: skip
+    logits: Tensor, draws: Draws | None, ids: Tensor | None, out: Tensor, gaps: Tensor | None, widest: float
+) -> None:
     rows, columns = logits.shape
-    assert all(each is None or each.numel() == 3 * rows for each in (floats, integers)), rows
+    tables: tuple[Tensor | None, ...] = draws or (None,) * 4
+    assert draws is None or len(draws.slots) == len(draws.positions) == rows, rows
+    assert all(each is None or each.is_contiguous() for each in tables)
     logits, ids = logits.contiguous(), None if ids is None else ids.contiguous()
-    places = [None if each is None else each.data_ptr() for each in (floats, integers, ids, out, gaps)]
-    c.sd_sample(logits.data_ptr(), logits.stride(0), rows, columns, *places, widest)
+    places = [None if each is None else each.data_ptr() for each in (*tables, ids, out, gaps)]
+    slots = draws.floats.shape[1] if draws else 0
+    c.sd_sample(logits.data_ptr(), logits.stride(0), rows, columns, slots, *places, widest)

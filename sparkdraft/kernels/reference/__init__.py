@@ -20,8 +20,8 @@ from sparkdraft.kernels.ops import (
     Routing,
 )
 from sparkdraft.kernels.reference.recurrent import causal_conv, delta_rule, find_states, gated_norm
-from sparkdraft.kernels.reference.sampling import edit_logits, forbid_bits, sample, sample_sure
-from sparkdraft.kernels.reference.stepping import accept_drafts, admit_drafts, make_rows, pack_rows
+from sparkdraft.kernels.reference.sampling import count_ids, edit_logits, forbid_bits, sample, sample_sure
+from sparkdraft.kernels.reference.stepping import accept_drafts, admit_drafts, make_rows, pack_rows, sampled_rows
 from sparkdraft.kernels.reference.text import append_text, match_text
 from sparkdraft.kernels.reference.turboquant import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.noise import gumbel
-from sparkdraft.kernels.ops import IN_PROMPT, LogitEdits
+from sparkdraft.kernels.ops import IN_PROMPT, Draws, LogitEdits
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
@@ -38,22 +38,25 @@ def forbid_bits(logits: Tensor, masks: Tensor, which: Tensor) -> None:
     logits.masked_fill_(forbidden, float("-inf"))
 
 
-def sample(logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None = None) -> Tensor:
+def count_ids(counts: Tensor, edit_slots: Tensor, samples: Tensor, accepted: Tensor | None = None) -> None:
+    columns = torch.arange(samples.shape[1], device=samples.device)
+    last = torch.zeros_like(edit_slots) if accepted is None else accepted
+    seq, column = ((columns <= last.unsqueeze(1)) & (edit_slots >= 0).unsqueeze(1)).nonzero(as_tuple=True)
+    index = edit_slots[seq].long() * counts.shape[1] + samples[seq, column]
+    counts.view(-1).index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
+
+
+def sample(logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
     largest = argmax(logits)
-    if floats is None or integers is None:
-        return largest
-    greedy = floats.view(3, -1)[0] == 0
-    return largest.where(greedy, scores(logits, floats, integers, ids).argmax(-1))
+    return largest if draws is None else largest.where(takes_largest(draws), scores(logits, draws, ids).argmax(-1))
 
 
-def sample_sure(
-    logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float
-) -> tuple[Tensor, Tensor]:
+def sample_sure(logits: Tensor, draws: Draws | None, ids: Tensor | None, widest: float) -> tuple[Tensor, Tensor]:
     top, columns = logits.max(-1)
     near = logits.masked_fill(logits < top.unsqueeze(1) - widest, float("-inf"))
     gaps = top - near.scatter(1, columns.unsqueeze(1), float("-inf")).logsumexp(-1)
-    if floats is not None and integers is not None:
-        greedy, best = floats.view(3, -1)[0] == 0, scores(logits, floats, integers, ids).topk(2)
+    if draws is not None:
+        greedy, best = takes_largest(draws), scores(logits, draws, ids).topk(2)
         columns = columns.where(greedy, best.indices[:, 0])
         gaps = gaps.where(greedy, best.values[:, 0] - best.values[:, 1])
     return columns, gaps.clamp(max=widest)
@@ -64,19 +67,24 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
-def scores(logits: Tensor, floats: Tensor, integers: Tensor, ids: Tensor | None = None) -> Tensor:
+def takes_largest(draws: Draws) -> Tensor:  # bool [rows]
+    return (draws.slots < 0) | (draws.floats[0, draws.slots.clamp(min=0).long()] == 0)
+
+
+def scores(logits: Tensor, draws: Draws, ids: Tensor | None = None) -> Tensor:
     """Logits over temperature plus noise, -inf for what the filters exclude. [rows, columns]"""
-    _, seeds, positions = integers.view(3, -1).unsqueeze(2)
+    seeds = draws.integers[1, draws.slots.clamp(min=0).long()]
     columns = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
-    return allowed(logits, floats, integers) + gumbel(seeds, positions, columns)
+    return allowed(logits, draws) + gumbel(seeds.unsqueeze(1), draws.positions.long().unsqueeze(1), columns)
 
 
-def allowed(logits: Tensor, floats: Tensor, integers: Tensor) -> Tensor:
+def allowed(logits: Tensor, draws: Draws) -> Tensor:
     """Logits divided by each row's temperature, -inf where min_p, top_k or top_p exclude an id. [rows, columns]"""
-    temperature, min_p, top_p = floats.view(3, -1)
+    slots = draws.slots.clamp(min=0).long()
+    (temperature, min_p, top_p), top_k = draws.floats[:, slots], draws.integers[0, slots]
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-5).unsqueeze(1)
     probs = scaled.softmax(-1)
-    floor = (min_p * probs.amax(-1)).maximum(top_k_floor(probs, integers.view(3, -1)[0]))
+    floor = (min_p * probs.amax(-1)).maximum(top_k_floor(probs, top_k))
     floor = floor.maximum(top_p_floor(keep(probs, floor), top_p))
     return scaled.masked_fill(probs < floor.unsqueeze(1), float("-inf"))
 

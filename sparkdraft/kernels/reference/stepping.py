@@ -15,7 +15,7 @@ import time
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.ops import LEVELS, MOST_SURE, WIDEST, DraftTerms, PackedRows
+from sparkdraft.kernels.ops import LEVELS, MOST_SURE, WIDEST, DraftTerms, Ends, PackedRows, SampledRows
 
 MOST_NANOSECONDS = 2**31 - 1
 
@@ -106,6 +106,18 @@ def accept_drafts(
     length += (count + 1).where(alive, 0)
     passed = (time.perf_counter_ns() - stamp).clamp(max=MOST_NANOSECONDS).int().expand(seqs)
     return torch.cat([samples, torch.stack((count, kept, passed), 1)], 1), kept_slots
+
+
+def sampled_rows(rows: PackedRows | None, ends: Ends | None, length: Tensor, edit_slots: Tensor) -> SampledRows:
+    parts = []
+    if ends is not None:
+        none = torch.zeros_like(ends.slot)
+        parts.append((ends.slot, ends.positions[ends.row] + 1, edit_slots[ends.slot], none, none))
+    if rows is not None:
+        slot, alive = rows.seq_of.long(), rows.slots >= 0
+        own, edited = slot.where(alive, -1), edit_slots[slot].where(alive, -1)
+        parts.append((own, rows.positions + 1, edited, rows.ids, rows.positions - (length[slot] - 1)))
+    return SampledRows(*(torch.cat(each).int() for each in zip(*parts, strict=True)))
 
 
 def _slots(length: Tensor, tables: Tensor, count: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

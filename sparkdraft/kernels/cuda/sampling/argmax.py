@@ -1,8 +1,7 @@
 """The largest number of each of many rows.
 
 A row is read once by as many programs as fill the GPU; a second kernel takes the best of their bests. Torch's own
-argmax leaves most of the GPU idle. Few rows never have their logits written (linear/few_tokens.py). Sampling
-(sample.py) begins with the same first kernel.
+argmax leaves most of the GPU idle. Few rows never have their logits written (linear/few_tokens.py).
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ PARTS, BLOCK = 16, 2048  # of a row; elements that a program reads at a time
 
 
 @triton.jit
-def best_of_part(logits, best, best_id, stride_row, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _best_of_part(
+    logits, best, best_id, stride_row, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """The largest logit of one part of one row, and its id; the lowest wins a tie, NaN never wins."""
     enter(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -57,7 +58,7 @@ def argmax(logits: Tensor) -> Tensor:  # [rows, vocabulary] -> int64 [rows]
         best = torch.empty((rows, PARTS), dtype=torch.float32, device=logits.device)
         best_id = torch.empty((rows, PARTS), dtype=torch.int32, device=logits.device)
         run(
-            best_of_part, (rows, PARTS), logits, best, best_id, logits.stride(0), vocab,
+            _best_of_part, (rows, PARTS), logits, best, best_id, logits.stride(0), vocab,
             PARTS=PARTS, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
         run(_best_of_row, (rows,), best, best_id, out, PARTS=PARTS, num_warps=1)

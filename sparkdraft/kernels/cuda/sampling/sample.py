@@ -1,12 +1,16 @@
-"""Filters and draws in one pass of a few small kernels: any mix of parameters, no sort, no wait for the host.
+"""Filters and draws in three launches, whatever the mix of parameters: no sort, no wait for the host.
 
-top_k, top_p and min_p each say the same thing: ids below some probability are out. So a row has one floor, and where
-top_k or top_p ask for it, the floor is searched: every round compares the row with `STEPS` thresholds at once and
-keeps the interval that holds the floor, an eighth of the one before. top_k counts ids, top_p sums the probabilities
-of those that top_k and min_p left. Rows that are done, and rows without filters, leave a round at once.
+A row is cut into groups of `GROUP` columns, and the first kernel finds each group's largest logit. The k-th largest of
+these is at most the row's k-th largest logit, and hardly less, so few ids beside the k likeliest reach it. The second
+kernel collects those; the third compares each with every other, which is the definition of top_k and top_p.
 
-Scaled logits are (x - largest) / temperature. A row is read by `PARTS` programs, the same ones in any batch, so its
-draw does not depend on its company.
+Where top_k is off, or leaves more than `MOST` ids, the second kernel draws from all that min_p leaves, in parts. The
+third asks whether the best draw is one that the filters keep: fewer than k ids are likelier, and they hold less than
+top_p. If not, no id that is as unlikely is kept either, and the next best is asked; a part's draw bounds what it can
+draw from fewer ids, so only the part that leads is drawn anew. Groups that hold nothing likelier are not read.
+
+Scaled logits are (x - largest) / temperature. Parts and groups are the same ones in any batch, so a row's draw does
+not depend on its company.
 """
 
 from __future__ import annotations
@@ -18,17 +22,19 @@ from torch import Tensor
 
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.cuda.sampling.argmax import best_of_part
+from sparkdraft.kernels.cuda.sampling.argmax import argmax
 from sparkdraft.kernels.noise import ID, POSITION, SEED
+from sparkdraft.kernels.ops import Draws
 
-PARTS, BLOCK = 16, 1024  # of a row; columns that a program reads at a time
-STEPS = 8  # thresholds of a round
-ROUNDS = 14  # at most: an interval of 104 then ends below a float's resolution, for top_k and for top_p
-WIDTH = 8  # numbers of a row's state
+GROUP = 128  # columns whose largest logit is known
+FIRST_BLOCK = 4096  # columns of a program of the first kernel
+PARTS, BLOCK = 16, 1024  # of a row; columns that a program draws from at a time
+WIDE_BLOCK = 8192  # columns that the program of a whole row reads at a time
+MOST = 256  # ids of a row that are compared with each other, CHUNK at a time
+CHUNK = 32
 LEAST = tl.constexpr(-104.0)  # exp of less is 0
-LIKELY = tl.constexpr(-30.0)  # what all ids below hold together is less than any 1 - top_p
-TOP_K, TOP_P, DONE = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)  # what a row searches for
 HIGHEST = tl.constexpr(0.015625)  # above 0, the largest scaled logit
+HALVINGS = tl.constexpr(40)  # of an interval of 104, which then ends below a float's resolution
 OF_SEED, OF_POSITION, OF_ID = tl.constexpr(SEED), tl.constexpr(POSITION), tl.constexpr(ID)
 MIX_1, MIX_2 = tl.constexpr(-4658895280553007687), tl.constexpr(-7723592293110705685)
 
@@ -45,226 +51,367 @@ def _gumbel(at, ids):
 
 
 @triton.jit
-def _next(state, sums, floats, integers, row, rows, PARTS: tl.constexpr, STEPS: tl.constexpr, FIRST: tl.constexpr):
-    """What a row searches for after the round before: (what, low, high, goal, floor). Every program of a row computes
-    it from the same sums.
-
-    What is sought, the floor, is the largest number above which there is enough. [low, high) holds it. goal is the
-    count or the sum that is enough, negative while it is not known.
-    """
-    min_p, top_p = tl.load(floats + rows + row), tl.load(floats + 2 * rows + row)
-    top_k = tl.load(integers + row)
-    if FIRST:
-        floor = tl.where(min_p > 0, tl.log(min_p), float("-inf"))
-        goal = tl.where(top_k > 0, top_k.to(tl.float32), -1.0)
-        what = tl.where(top_k > 0, TOP_K, tl.where(top_p < 1, TOP_P, DONE))
-        what = tl.where(tl.load(floats + row) > 0, what, DONE)
-        low = tl.maximum(floor, tl.where(what == TOP_K, LEAST, LIKELY))
-        high = low * 0 + HIGHEST
-    else:
-        what, low, high = tl.load(state), tl.load(state + 1), tl.load(state + 2)
-        goal, floor = tl.load(state + 3), tl.load(state + 4)
-        if what != DONE:
-            step, part = tl.arange(0, STEPS), tl.arange(0, PARTS)
-            found = tl.sum(tl.load(sums + row * PARTS * STEPS + part[:, None] * STEPS + step[None, :]), 0)  # [STEPS]
-            whole = tl.sum(tl.where(step == 0, found, 0.0), 0)
-            goal = tl.where(goal < 0, top_p * whole, goal)
-            enough = tl.sum((found >= goal).to(tl.int32), 0)  # of the thresholds, from the lowest on
-            last = tl.maximum(enough - 1, 0)
-            width = (high - low) / STEPS
-            high = tl.where(enough == STEPS, high, low + width * enough)
-            here = tl.sum(tl.where(step == last, found, 0.0), 0)
-            above = tl.sum(tl.where(step == enough, found, 0.0), 0)
-            low = low + width * last
-            single = high - low <= 1e-6 * (1 - low)  # beyond a float's resolution: only equal numbers are left
-            if what == TOP_K:
-                # All survive where fewer than k are left. Exactly k above: nothing is between low and the floor.
-                if (enough == 0) | (here == goal) | single:
-                    floor = tl.where(enough == 0, floor, tl.maximum(floor, low))
-                    what = tl.where(top_p < 1, TOP_P, DONE)
-                    low, high = tl.maximum(floor, LIKELY), high * 0 + HIGHEST
-                    goal = goal * 0 - 1.0
-            else:
-                # Between the two thresholds is a single number, so the lower one parts the row as the floor does.
-                if (enough == 0) | single | ((enough < STEPS) & (here - above < 1.5 * tl.exp(low))):
-                    floor = tl.where(enough == 0, floor, tl.maximum(floor, low))
-                    what = DONE
-    return what, low, high, goal, floor
+def _numbers(logits, column, columns):
+    """Logits of a row; -inf in place of NaN and behind the last column."""
+    value = tl.load(logits + column, mask=column < columns, other=float("-inf"))
+    return tl.where(value == value, value, float("-inf"))
 
 
 @triton.jit
-def _narrow(
-    logits, tops, floats, integers, states, sums, stride_row, columns, rows, ROUND: tl.constexpr,
-    PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+def _largest_of_groups(
+    logits, tops, stride_row, columns, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One round: the ids (or their probabilities) of one part of a row that reach each threshold. States and sums of
-    rounds alternate between two places."""
     enter(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    before, here = states + ((1 - ROUND % 2) * rows + row) * WIDTH, states + (ROUND % 2 * rows + row) * WIDTH
-    sums_before, sums_here = sums + (1 - ROUND % 2) * rows * PARTS * STEPS, sums + ROUND % 2 * rows * PARTS * STEPS
-    what, low, high, goal, floor = _next(before, sums_before, floats, integers, row, rows, PARTS, STEPS, ROUND == 0)
-    if part == 0:
-        tl.store(here, what)
-        tl.store(here + 1, low)
-        tl.store(here + 2, high)
-        tl.store(here + 3, goal)
-        tl.store(here + 4, floor)
-    if what != DONE:
-        top = tl.max(tl.load(tops + row * PARTS + tl.arange(0, PARTS)), 0)
-        temperature = tl.maximum(tl.load(floats + row), 1e-5)
-        step = tl.arange(0, STEPS)
-        threshold = low + (high - low) / STEPS * step
-        # The first sum of top_p's first round is that of all that is left.
-        threshold = tl.where(step == tl.where(goal < 0, 0, -1), tl.maximum(floor, LEAST), threshold)
-        each = tl.cdiv(columns, PARTS)
-        end = tl.minimum((part + 1) * each, columns)
-        total = tl.zeros([STEPS], tl.float32)
-        for first in range(part * each, end, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            value = tl.load(logits + row * stride_row + column, mask=column < end, other=float("-inf"))
-            scaled = (value - top) / temperature
-            weight = tl.where(what == TOP_K, 1.0, tl.exp(scaled))
-            total += tl.sum(tl.where(scaled[None, :] >= threshold[:, None], weight[None, :], 0.0), 1)
-        tl.store(sums_here + (row * PARTS + part) * STEPS + step, total)
+    group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    top = tl.max(_numbers(logits + row * stride_row, column, columns), 1)
+    tl.store(tops + row * groups + group, top, mask=group < groups)
 
 
 @triton.jit
-def _take_largest(
-    logits, tops, top_ids, bests, seconds, best_ids, row, part, first, end, top, place, stride_row, widest,
-    SURE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The best of a greedy row's part is its largest logit; its second is the sum of exp(logit - the row's largest) of
-    the others that come within 'widest'."""
-    target = row * PARTS + part
-    best_of_row = tl.load(top_ids + row * PARTS + place)
-    total = tl.zeros([BLOCK], tl.float32)
-    if SURE:
-        for start in range(first, end, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            value = tl.load(logits + row * stride_row + column, mask=column < end, other=float("-inf"))
-            total += tl.where((value >= top - widest) & (column != best_of_row), tl.exp(value - top), 0.0)
-    tl.store(bests + target, tl.load(tops + target))
-    tl.store(seconds + target, tl.sum(total, 0))
-    tl.store(best_ids + target, tl.load(top_ids + target))
-
-
-@triton.jit
-def _draw_of_part(
-    logits, tops, top_ids, floats, integers, states, sums, ids, bests, seconds, best_ids, stride_row, columns, rows,
-    widest, DRAWS: tl.constexpr, ROUNDS: tl.constexpr, HAS_IDS: tl.constexpr, SURE: tl.constexpr,
-    PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The two best scores of one part of one row, and the column of the first."""
-    enter(PDL)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top, place = tl.max(tl.load(tops + row * PARTS + tl.arange(0, PARTS)), 0, return_indices=True)
-    each = tl.cdiv(columns, PARTS)
-    first, end = part * each, tl.minimum((part + 1) * each, columns)
+def _parameters(slots, floats, integers, row, top, stride_floats, DRAWS: tl.constexpr):
+    """Whether a row takes its largest logit, and its temperature, min_p's floor, top_p, top_k and seed."""
+    takes_largest, temperature, floor, top_p = 1, 1.0, float("-inf"), 1.0
+    top_k, seed = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     if DRAWS:
-        temperature = tl.load(floats + row)
-        if (temperature == 0) | (top == float("inf")):
-            _take_largest(
-                logits, tops, top_ids, bests, seconds, best_ids, row, part, first, end, top, place, stride_row, widest,
-                SURE, PARTS, BLOCK,
-            )  # fmt: skip
-        else:
-            last: tl.constexpr = ROUNDS - 1
-            state, sum_ = states + (last % 2 * rows + row) * WIDTH, sums + last % 2 * rows * PARTS * STEPS
-            what, low, _high, _goal, floor = _next(state, sum_, floats, integers, row, rows, PARTS, STEPS, ROUNDS == 0)
-            floor = tl.where(what == DONE, floor, tl.maximum(floor, low))  # out of rounds: enough is above low
-            mixed = tl.load(integers + rows + row) * OF_SEED + tl.load(integers + 2 * rows + row) * OF_POSITION
-            temperature = tl.maximum(temperature, 1e-5)
-            peak = tl.full([BLOCK], float("-inf"), tl.float32)
-            next_ = tl.full([BLOCK], float("-inf"), tl.float32)
-            found = tl.full([BLOCK], 0, tl.int32)
-            for start in range(first, end, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                value = tl.load(logits + row * stride_row + column, mask=column < end, other=float("-inf"))
-                scaled = (value - top) / temperature
-                id_ = column.to(tl.int64)
-                if HAS_IDS:
-                    id_ = tl.load(ids + column, mask=column < end, other=0)
-                score = tl.where((scaled >= floor) & (column < end), scaled + _gumbel(mixed, id_), float("-inf"))
-                larger = score > peak
-                next_ = tl.maximum(next_, tl.where(larger, peak, score))
-                found = tl.where(larger, column, found)
-                peak = tl.where(larger, score, peak)
-            best = tl.max(peak, 0)
-            own = tl.min(tl.where(peak == best, found, columns), 0)
-            others = tl.where((peak == best) & (found == own), next_, peak)
-            tl.store(bests + row * PARTS + part, best)
-            tl.store(seconds + row * PARTS + part, tl.max(others, 0))
-            tl.store(best_ids + row * PARTS + part, own)
-    else:
-        _take_largest(
-            logits, tops, top_ids, bests, seconds, best_ids, row, part, first, end, top, place, stride_row, widest,
-            SURE, PARTS, BLOCK,
-        )  # fmt: skip
+        slot = tl.load(slots + row)
+        own, least = floats + tl.maximum(slot, 0), integers + tl.maximum(slot, 0)
+        temperature = tl.load(own)
+        largest = (slot < 0) | (temperature == 0) | (top == float("inf")) | (top == float("-inf"))
+        takes_largest = largest.to(tl.int32)
+        temperature = tl.maximum(temperature, 1e-5)
+        min_p = tl.load(own + stride_floats)
+        floor = tl.where(min_p > 0, tl.log(min_p), float("-inf"))
+        top_p = tl.load(own + 2 * stride_floats)
+        top_k, seed = tl.load(least), tl.load(least + stride_floats)
+    return takes_largest, temperature, floor, top_p, top_k, seed
 
 
 @triton.jit
-def _draw_of_row(
-    bests, seconds, best_ids, floats, out, gaps, widest,
-    DRAWS: tl.constexpr, SURE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+def _first_of(logits, tops, top, group, columns, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """The first column of a row's largest logit; tops: of its groups, in registers."""
+    first = tl.min(tl.where(tops == top, group, GROUPS), 0)
+    column = first * GROUP + tl.arange(0, GROUP)
+    return tl.min(tl.where(_numbers(logits, column, columns) == top, column, columns), 0)
+
+
+@triton.jit
+def _bound_of_few(scaled, top_k):
+    """A number that at least top_k groups reach, exactly as many if halving finds one; LEAST where there are fewer."""
+    low, high = LEAST, HIGHEST
+    reach, halvings = tl.sum((scaled >= low).to(tl.int32), 0), 0
+    while (reach > top_k) & (halvings < HALVINGS):
+        middle = (low + high) * 0.5
+        here = tl.sum((scaled >= middle).to(tl.int32), 0)
+        low, high = tl.where(here >= top_k, middle, low), tl.where(here >= top_k, high, middle)
+        reach = tl.where(here >= top_k, here, reach)
+        halvings += 1
+    return low
+
+
+@triton.jit
+def _collect(
+    logits, scaled_tops, group, kept, kept_scaled, top, temperature, bound, first, end, columns,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """The parts are in order, so the lowest column wins a tie."""
+    """Stores the columns of a part that reach the bound, in order, and returns how many there are, or that there are
+    more than `MOST`."""
+    wanted = (group >= first) & (group < end) & (scaled_tops >= bound)
+    here, count = tl.min(tl.where(wanted, group, GROUPS), 0), 0
+    while (here < end) & (count <= MOST):
+        column = here * GROUP + tl.arange(0, GROUP)
+        scaled = (_numbers(logits, column, columns) - top) / temperature
+        reach = (scaled >= bound).to(tl.int32)
+        place = count + tl.cumsum(reach, 0) - 1
+        inside = (reach > 0) & (place < MOST)
+        tl.store(kept + place, column, mask=inside)
+        tl.store(kept_scaled + place, scaled, mask=inside)
+        count += tl.sum(reach, 0)
+        here = tl.min(tl.where(wanted & (group > here), group, GROUPS), 0)
+    return count
+
+
+@triton.jit
+def _draw_columns(
+    logits, ids, noise, top, temperature, floor, above, without, first, end, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The best score of some columns of a row, its scaled logit and its column, and what those that reach the floor
+    hold together. Columns that are not above 'above', and the column 'without', are not drawn."""
+    peak = tl.full([BLOCK], float("-inf"), tl.float32)
+    of_peak = tl.full([BLOCK], float("-inf"), tl.float32)
+    found = tl.full([BLOCK], 0, tl.int32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(first, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        scaled = (_numbers(logits, column, end) - top) / temperature
+        id_ = column.to(tl.int64)
+        if HAS_IDS:
+            id_ = tl.load(ids + column, mask=column < end, other=0)
+        reach = scaled >= floor
+        mass += tl.where(reach, tl.exp(scaled), 0.0)
+        drawn = reach & (scaled > above) & (column != without)
+        score = tl.where(drawn, scaled + _gumbel(noise, id_), float("-inf"))
+        larger = score > peak
+        found = tl.where(larger, column, found)
+        of_peak = tl.where(larger, scaled, of_peak)
+        peak = tl.where(larger, score, peak)
+    best = tl.max(peak, 0)
+    own = tl.min(tl.where((peak == best) & (peak > float("-inf")), found, end), 0)
+    return best, tl.max(tl.where((peak == best) & (found == own), of_peak, float("-inf")), 0), own, tl.sum(mass, 0)
+
+
+@triton.jit(do_not_specialize=["slots", "positions", "stride_floats"])
+def _draw_of_part(
+    logits, tops, slots, positions, floats, integers, ids, scores, scaled_found, found, masses, counts, kept,
+    kept_scaled, stride_row, columns, groups, stride_floats, widest, DRAWS: tl.constexpr, HAS_IDS: tl.constexpr,
+    SURE: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One part of a row: the few ids that top_k may leave, or the best draw from all that min_p leaves. 'masses' is
+    what the latter hold together; of a row that takes its largest, the sum of exp(logit - largest) of the others that
+    come within 'widest' of it."""
     enter(PDL)
-    row, part = tl.program_id(0), tl.arange(0, PARTS)
-    each = tl.load(bests + row * PARTS + part)
-    best, place = tl.max(each, 0, return_indices=True)
-    tl.store(out + row, tl.load(best_ids + row * PARTS + place).to(tl.int64))
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * stride_row
+    target = row * PARTS + part
+    group = tl.arange(0, GROUPS)
+    largest = tl.load(tops + row * groups + group, mask=group < groups, other=float("-inf"))
+    top = tl.max(largest, 0)
+    each = tl.cdiv(groups, PARTS)
+    first, end = part * each, tl.minimum((part + 1) * each, groups)
+    takes_largest, temperature, floor, _top_p, top_k, seed = _parameters(
+        slots, floats, integers, row, top, stride_floats, DRAWS
+    )
+    if takes_largest != 0:
+        if SURE:
+            best = _first_of(logits, largest, top, group, columns, GROUPS, GROUP)
+            total = tl.zeros([BLOCK], tl.float32)
+            for start in range(first * GROUP, tl.minimum(end * GROUP, columns), BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                value = _numbers(logits, column, tl.minimum(end * GROUP, columns))
+                total += tl.where((value >= top - widest) & (column != best), tl.exp(value - top), 0.0)
+            tl.store(masses + target, tl.sum(total, 0))
+    elif (top_k > 0) & (top_k <= MOST):
+        scaled = (largest - top) / temperature
+        bound = tl.maximum(_bound_of_few(scaled, top_k), floor)
+        count = _collect(
+            logits, scaled, group, kept + target * MOST, kept_scaled + target * MOST, top, temperature, bound,
+            first, end, columns, GROUPS, GROUP, MOST,
+        )  # fmt: skip
+        tl.store(counts + target, count)
+        tl.store(scores + target, float("inf"))  # where they are too many: a bound of what the part draws
+        tl.store(scaled_found + target, float("-inf"))
+        tl.store(found + target, 0)
+        tl.store(masses + target, 0.0)
+    else:
+        noise = seed * OF_SEED + tl.load(positions + row).to(tl.int64) * OF_POSITION
+        best, own, column, mass = _draw_columns(
+            logits, ids, noise, top, temperature, floor, float("-inf"), -1, first * GROUP,
+            tl.minimum(end * GROUP, columns), HAS_IDS, BLOCK,
+        )  # fmt: skip
+        tl.store(counts + target, MOST + 1)
+        tl.store(scores + target, best)
+        tl.store(scaled_found + target, own)
+        tl.store(found + target, column)
+        tl.store(masses + target, mass)
+
+
+@triton.jit
+def _place(number, count, ends, MOST: tl.constexpr):
+    """Where the n-th id that was collected lies, whose parts have so many and end there."""
+    behind = ends[None, :] <= number[:, None]
+    before = tl.sum(tl.where(behind, count[None, :], 0), 1)
+    return tl.sum(behind.to(tl.int32), 1) * MOST + number - before
+
+
+@triton.jit
+def _draw_of_few(
+    kept, kept_scaled, count, ids, noise, top_k, top_p, columns,
+    HAS_IDS: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The column that is drawn from those that were collected, and how far its score stands above the next."""
+    total, ends, number = tl.sum(count, 0), tl.cumsum(count, 0), tl.arange(0, MOST)
+    place = _place(number, count, ends, MOST)
+    scaled = tl.load(kept_scaled + place, mask=number < total, other=float("-inf"))
+    column = tl.load(kept + place, mask=number < total, other=0)
+    likelier, mass = tl.zeros([MOST], tl.int32), tl.zeros([MOST], tl.float32)
+    for start in range(0, total, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        other = tl.load(kept_scaled + _place(others, count, ends, MOST), mask=others < total, other=float("-inf"))
+        above = other[None, :] > scaled[:, None]
+        likelier += tl.sum(above.to(tl.int32), 1)
+        mass += tl.sum(tl.where(above, tl.exp(other)[None, :], 0.0), 1)
+    keeps = (number < total) & (likelier < top_k)
+    whole = tl.sum(tl.where(keeps, tl.exp(scaled), 0.0), 0)
+    enough = tl.where(top_p < 1, top_p * whole, float("inf"))  # what is kept has less above it
+    keeps = keeps & ((mass < enough) | (likelier == 0))
+    id_ = column.to(tl.int64)
+    if HAS_IDS:
+        id_ = tl.load(ids + column, mask=number < total, other=0)
+    score = tl.where(keeps, scaled + _gumbel(noise, id_), float("-inf"))
+    best = tl.max(score, 0)
+    taken = tl.min(tl.where(score == best, column, columns), 0)
+    return taken, best - tl.max(tl.where(column == taken, float("-inf"), score), 0)
+
+
+@triton.jit
+def _over(
+    logits, tops, top, temperature, threshold, columns, groups, STRICT: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """How many ids of a row are above a threshold (or reach it), and what they hold together."""
+    block, group = tl.arange(0, BLOCKS), tl.arange(0, BLOCK // GROUP)
+    group = block[:, None] * (BLOCK // GROUP) + group[None, :]
+    peak = (tl.max(tl.load(tops + group, mask=group < groups, other=float("-inf")), 1) - top) / temperature
+    wanted = peak > threshold if STRICT else peak >= threshold
+    here = tl.min(tl.where(wanted, block, BLOCKS), 0)
+    count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
+    while here < BLOCKS:
+        scaled = (_numbers(logits, here * BLOCK + tl.arange(0, BLOCK), columns) - top) / temperature
+        over = scaled > threshold if STRICT else scaled >= threshold
+        count += over.to(tl.int32)
+        mass += tl.where(over, tl.exp(scaled), 0.0)
+        here = tl.min(tl.where(wanted & (block > here), block, BLOCKS), 0)
+    return tl.sum(count, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def _draw_of_many(
+    logits, tops, ids, score, own, column, whole, noise, top, temperature, floor, top_k, top_p, widest, columns, groups,
+    HAS_IDS: tl.constexpr, SURE: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The column that is drawn, and how far its score stands above the next. score, own, column: of each part the best
+    score, or a bound of it, its scaled logit and its column; whole: what all ids hold that min_p leaves."""
+    if (top_k > 0) & (top_p < 1):  # top_p is a share of what top_k leaves: that floor is searched
+        low, high = tl.maximum(floor, LEAST), HIGHEST
+        reach, whole = _over(logits, tops, top, temperature, low, columns, groups, False, BLOCKS, WIDE, GROUP)
+        halvings = 0
+        while (reach > top_k) & (halvings < HALVINGS):
+            middle = (low + high) * 0.5
+            here, mass = _over(logits, tops, top, temperature, middle, columns, groups, False, BLOCKS, WIDE, GROUP)
+            enough = here >= top_k
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+            reach, whole = tl.where(enough, here, reach), tl.where(enough, mass, whole)
+            halvings += 1
+        floor = low
+    part, each = tl.arange(0, PARTS), tl.cdiv(groups, PARTS) * GROUP
+    below, taken, left = float("-inf"), -1, 1  # ids that are not above 'below' are out
+    best, second = float("-inf"), float("-inf")
     if SURE:
-        second = tl.load(seconds + row * PARTS + part)
-        gap = -tl.log(tl.sum(second, 0))
-        if DRAWS:
-            apart = best - tl.max(tl.where(part == place, second, tl.maximum(each, second)), 0)
-            gap = tl.where(tl.load(floats + row) != 0, apart, gap)
+        left = 2
+    while left > 0:
+        leader = tl.max(score, 0)
+        which = tl.min(tl.where(score == leader, part, PARTS), 0)
+        scaled = tl.max(tl.where(part == which, own, float("-inf")), 0)
+        place = tl.max(tl.where(part == which, column, 0), 0)
+        if leader <= best - widest:
+            left = 0
+        elif (scaled <= below) | (scaled < floor) | (place == taken):
+            draw, of_draw, drawn, _mass = _draw_columns(
+                logits, ids, noise, top, temperature, floor, below, taken, which * each,
+                tl.minimum((which + 1) * each, columns), HAS_IDS, BLOCK,
+            )  # fmt: skip
+            score = tl.where(part == which, draw, score)
+            own = tl.where(part == which, of_draw, own)
+            column = tl.where(part == which, drawn, column)
+        else:
+            keeps = 1
+            if (top_k > 0) | (top_p < 1):
+                count, mass = _over(logits, tops, top, temperature, scaled, columns, groups, True, BLOCKS, WIDE, GROUP)
+                keeps_k = (top_k <= 0) | (count < top_k)
+                keeps = (((top_p >= 1) | (mass < top_p * whole)) & keeps_k | (count == 0)).to(tl.int32)
+            if keeps == 0:
+                below = scaled
+            elif taken < 0:
+                best, taken, left = leader, place, left - 1
+            else:
+                second, left = leader, 0
+    return taken, best - second
+
+
+@triton.jit(do_not_specialize=["slots", "positions", "stride_floats"])
+def _draw_of_row(
+    logits, tops, slots, positions, floats, integers, ids, scores, scaled_found, found, masses, counts, kept,
+    kept_scaled, out, gaps, stride_row, columns, groups, stride_floats, widest, DRAWS: tl.constexpr,
+    HAS_IDS: tl.constexpr, SURE: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride_row
+    tops += row * groups
+    group, of_part = tl.arange(0, GROUPS), row * PARTS + tl.arange(0, PARTS)
+    largest = tl.load(tops + group, mask=group < groups, other=float("-inf"))
+    top = tl.max(largest, 0)
+    takes_largest, temperature, floor, top_p, top_k, seed = _parameters(
+        slots, floats, integers, row, top, stride_floats, DRAWS
+    )
+    if takes_largest != 0:
+        taken = _first_of(logits, largest, top, group, columns, GROUPS, GROUP)
+        gap = widest
+        if SURE:
+            gap = -tl.log(tl.sum(tl.load(masses + of_part), 0))
+    else:
+        noise = seed * OF_SEED + tl.load(positions + row).to(tl.int64) * OF_POSITION
+        count = tl.load(counts + of_part)
+        if tl.sum(count, 0) <= MOST:
+            place = row * PARTS * MOST
+            taken, gap = _draw_of_few(
+                kept + place, kept_scaled + place, count, ids, noise, top_k, top_p, columns, HAS_IDS, MOST, CHUNK
+            )
+        else:
+            score, own, column = tl.load(scores + of_part), tl.load(scaled_found + of_part), tl.load(found + of_part)
+            taken, gap = _draw_of_many(
+                logits, tops, ids, score, own, column, tl.sum(tl.load(masses + of_part), 0), noise, top, temperature,
+                floor, top_k, top_p, widest, columns, groups, HAS_IDS, SURE, PARTS, GROUP, BLOCKS, WIDE, BLOCK,
+            )  # fmt: skip
+    tl.store(out + row, taken.to(tl.int64))
+    if SURE:
         tl.store(gaps + row, tl.minimum(gap, widest))
 
 
-def sample(logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None = None) -> Tensor:
-    return _sample(logits, floats, integers, ids, None)[0]
+def sample(logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
+    return argmax(logits) if draws is None else _sample(logits, draws, ids, None)[0]
 
 
-def sample_sure(
-    logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float
-) -> tuple[Tensor, Tensor]:
-    return _sample(logits, floats, integers, ids, widest)
+def sample_sure(logits: Tensor, draws: Draws | None, ids: Tensor | None, widest: float) -> tuple[Tensor, Tensor]:
+    return _sample(logits, draws, ids, widest)
 
 
-def _sample(
-    logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float | None
-) -> tuple[Tensor, Tensor]:
+def _sample(logits: Tensor, draws: Draws | None, ids: Tensor | None, widest: float | None) -> tuple[Tensor, Tensor]:
     (rows, columns), device = logits.shape, logits.device
     assert logits.stride(1) == 1 and logits.dtype == torch.float32, (logits.stride(), logits.dtype)
     out, gaps = (torch.empty((rows,), dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
     if not rows:
         return out, gaps
-    tops, bests, seconds = torch.empty((3, rows, PARTS), dtype=torch.float32, device=device)
-    top_ids, best_ids = torch.empty((2, rows, PARTS), dtype=torch.int32, device=device)
-    stride, cut = logits.stride(0), {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4}
-    run(best_of_part, (rows, PARTS), logits, tops, top_ids, stride, columns, **cut)
-    states = sums = tops  # not read where nothing draws
-    search = cut | {"STEPS": STEPS, "WIDTH": WIDTH}
-    draws = floats is not None and integers is not None
-    if floats is not None and integers is not None:
-        floats, integers = floats.contiguous(), integers.contiguous()
-        states = torch.empty((2, rows, WIDTH), dtype=torch.float32, device=device)
-        sums = torch.empty((2, rows, PARTS, STEPS), dtype=torch.float32, device=device)
-        for number in range(ROUNDS):
-            run(
-                _narrow, (rows, PARTS), logits, tops, floats, integers, states, sums, stride, columns, rows,
-                ROUND=number and 2 - number % 2, **search,
-            )  # fmt: skip
-    sure = widest is not None
+
+    def made(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty((rows, *shape), dtype=dtype, device=device)
+
+    groups, stride = triton.cdiv(columns, GROUP), logits.stride(0)
+    tops = made(torch.float32, groups)
     run(
-        _draw_of_part, (rows, PARTS), logits, tops, top_ids, floats if draws else tops, integers if draws else tops,
-        states, sums, ids if ids is not None else best_ids, bests, seconds, best_ids, stride, columns, rows,
-        widest or 0.0, DRAWS=draws, ROUNDS=ROUNDS, HAS_IDS=ids is not None, SURE=sure, **search,
+        _largest_of_groups, (rows, triton.cdiv(columns, FIRST_BLOCK)), logits, tops, stride, columns, groups,
+        GROUP=GROUP, BLOCK=FIRST_BLOCK, num_warps=4,
     )  # fmt: skip
+    tables = tuple(draws) if draws is not None else (tops,) * 4  # not read
+    stride_floats = draws.floats.shape[1] if draws is not None else 0
+    assert all(table.is_contiguous() for table in tables)
+    parts = [made(dtype, PARTS) for dtype in (torch.float32, torch.float32, torch.int32, torch.float32, torch.int32)]
+    parts += [made(dtype, PARTS, MOST) for dtype in (torch.int32, torch.float32)]
+    given = (tops, *tables, ids, *parts)
+    sizes = (stride, columns, groups, stride_floats, widest or 0.0)
+    cut = {
+        "DRAWS": draws is not None, "HAS_IDS": ids is not None, "SURE": widest is not None, "PARTS": PARTS,
+        "GROUPS": triton.next_power_of_2(groups), "GROUP": GROUP, "BLOCK": BLOCK, "MOST": MOST,
+    }  # fmt: skip
+    run(_draw_of_part, (rows, PARTS), logits, *given, *sizes, **cut, num_warps=4)
+    blocks = triton.next_power_of_2(triton.cdiv(columns, WIDE_BLOCK))
     run(
-        _draw_of_row, (rows,), bests, seconds, best_ids, floats if draws else tops, out, gaps, widest or 0.0,
-        DRAWS=draws, SURE=sure, PARTS=PARTS, num_warps=1,
+        _draw_of_row, (rows,), logits, *given, out, gaps, *sizes, **cut, CHUNK=CHUNK, BLOCKS=blocks, WIDE=WIDE_BLOCK,
+        num_warps=8,
     )  # fmt: skip
     return out, gaps

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import globaltimer
 
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.ops import LEVELS, MOST_SURE, WIDEST, DraftTerms, PackedRows
+from sparkdraft.kernels.ops import LEVELS, MOST_SURE, WIDEST, DraftTerms, Ends, PackedRows, SampledRows
 from sparkdraft.kernels.reference.stepping import MOST_NANOSECONDS
 
 _WIDEST, _MOST_SURE, _LEVELS = tl.constexpr(WIDEST), tl.constexpr(MOST_SURE), tl.constexpr(LEVELS)
@@ -259,3 +259,43 @@ def accept_drafts(
             TIMED=device.type != "cpu", num_warps=1,
         )  # fmt: skip
     return result, kept_slots
+
+
+@triton.jit(do_not_specialize=["end_row", "end_positions", "length", "edit_slots", "num_ends", "num_rows"])
+def _sampled_rows(
+    end_slot, end_row, end_positions, seq_of, positions, ids, slots, length, edit_slots, out, num_ends, num_rows,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    enter(PDL)
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, total = number - num_ends, num_ends + num_rows
+    is_end, is_row = number < num_ends, (row >= 0) & (row < num_rows)
+    own = tl.load(seq_of + row, mask=is_row, other=-1)
+    position, id_ = tl.load(positions + row, mask=is_row, other=0), tl.load(ids + row, mask=is_row, other=0)
+    ahead = tl.where(is_row, position - (tl.load(length + own, mask=is_row, other=0) - 1), 0)
+    own = tl.where(is_row & (tl.load(slots + row, mask=is_row, other=-1) >= 0), own, -1)
+    own = tl.where(is_end, tl.load(end_slot + number, mask=is_end, other=0).to(tl.int32), own)
+    last = tl.load(end_row + number, mask=is_end, other=0)
+    position = tl.where(is_end, tl.load(end_positions + last, mask=is_end, other=0), position)
+    edited = tl.load(edit_slots + own, mask=own >= 0, other=-1)
+    inside = number < total
+    tl.store(out + number, own, mask=inside)
+    tl.store(out + total + number, position + 1, mask=inside)
+    tl.store(out + 2 * total + number, edited, mask=inside)
+    tl.store(out + 3 * total + number, id_, mask=inside)
+    tl.store(out + 4 * total + number, ahead, mask=inside)
+
+
+def sampled_rows(rows: PackedRows | None, ends: Ends | None, length: Tensor, edit_slots: Tensor) -> SampledRows:
+    num_ends, num_rows = len(ends.slot) if ends else 0, len(rows.seq_of) if rows else 0
+    assert length.is_contiguous() and edit_slots.is_contiguous()
+    out = torch.empty((5, num_ends + num_rows), dtype=torch.int32, device=length.device)
+    # What is not there is not read.
+    of_ends = (ends.slot, ends.row, ends.positions) if ends else (length,) * 3
+    of_rows = (rows.seq_of, rows.positions, rows.ids, rows.slots) if rows else (length,) * 4
+    assert all(each.is_contiguous() for each in (*of_ends, *of_rows))
+    run(
+        _sampled_rows, (triton.cdiv(num_ends + num_rows, 128),), *of_ends, *of_rows, length, edit_slots, out,
+        num_ends, num_rows, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    return SampledRows(*out)
