@@ -74,19 +74,19 @@ def test_wrong_drafts_that_are_accepted_are_found(asker: Asker, monkeypatch: Pat
 @pytest.mark.parametrize("stale", [slow(0), 1, slow(2)])
 def test_a_stale_block_in_the_prefix_cache_is_found(asker: Asker, monkeypatch: Patch, stale: int) -> None:
     """One block of the hit holds the rows of another text."""
-    honest, engine = PrefixCache.lookup, asker.backend.engine  # type: ignore[attr-defined]
+    honest, engine = PrefixCache.lookup_waiting, asker.backend.engine  # type: ignore[attr-defined]
     other = engine.pool.allocate()
     with torch.inference_mode():
         for layer in engine.runner.kv.layers:
             layer.k[other], layer.v[other] = layer.k[other - 1], layer.v[other - 1]
 
-    def lookup(cache: PrefixCache, ids: Any) -> Hit:
-        hit = honest(cache, ids)
+    def lookup(cache: PrefixCache, *asked: Any) -> Hit:
+        hit = honest(cache, *asked)
         if len(hit.blocks) > stale:
             hit.blocks[stale] = other
         return hit
 
-    monkeypatch.setattr(PrefixCache, "lookup", lookup)
+    monkeypatch.setattr(PrefixCache, "lookup_waiting", lookup)
     try:
         with pytest.raises(Failed, match="computed"):
             probes.hit_is_cold(asker)
