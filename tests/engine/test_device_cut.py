@@ -1,6 +1,6 @@
 """Blocks that the device cuts by itself: as the host would, and without a change of the text.
 
-On a CPU overlapped steps run the same code eagerly (tests/engine/test_overlap.py).
+On a CPU a device's steps run the same code uncaptured (tests/engine/test_device_steps.py).
 """
 
 from __future__ import annotations
