@@ -19,10 +19,12 @@ from sparkdraft.core import Request, SamplingParams, UserError
 from sparkdraft.drafters.find import DraftSource
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.device_steps import DeviceSteps
+from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import plan_here
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.common.config import uniform_config
 from sparkdraft.operate.bench import random_model
+from sparkdraft.operate.bench.depth import DepthBench
 from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 from sparkdraft.operate.bench.random_model import FORMS
 from sparkdraft.operate.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, spans
@@ -60,7 +62,7 @@ def offline(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def toy_bench(acceptance: Acceptance | None, overlaps: bool = False, spec: str = "15") -> Bench:
+def toy_engine(overlaps: bool, spec: str) -> Engine:
     config = EngineConfig(device="cpu", dtype="float32", threads=1, spec=spec, ngram=False, kv_tokens=2048, max_seqs=2)
     draft = random_model.drafter_shape("dflash-3x", TOY)
     source = DraftSource(draft, random_model.RandomCheckpoint(draft.tensor_shapes(), "cpu"))
@@ -69,7 +71,11 @@ def toy_bench(acceptance: Acceptance | None, overlaps: bool = False, spec: str =
     engine = build_engine(plan, config, TOY, target, random_model.SilentTokenizer(), source)
     if overlaps:
         engine.steps = DeviceSteps(engine.runner, engine.sampler, engine.drafting)
-    return Bench(engine, TOY, Ceilings(1e9, None), acceptance)
+    return engine
+
+
+def toy_bench(acceptance: Acceptance | None, overlaps: bool = False, spec: str = "15") -> Bench:
+    return Bench(toy_engine(overlaps, spec), TOY, Ceilings(1e9, None), acceptance)
 
 
 # ---- the process
@@ -259,6 +265,13 @@ def test_steps_that_the_device_takes_accept_what_is_given_too() -> None:
     steps = bench.engine.steps
     assert isinstance(steps, DeviceSteps) and set(steps.requests) == set(steps._left), "every slot is given back"
     assert not steps.num_unread and not bench.engine.has_work
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_sweep_of_depths_counts_no_step_that_was_launched_before(overlaps: bool) -> None:
+    bench = DepthBench(toy_engine(overlaps, "auto"), 64, 0.0, Acceptance(16.0, 15))
+    cells = bench.sweep({"one": [[*range(9)]]}, [1], [0, 15], lambda done, total: None)
+    assert {cell.depth: cell.length for cell in cells} == {0: 1, 15: 16}
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

@@ -113,6 +113,8 @@ class DepthBench:
         while not all(texts.values()):
             for piece in engine.step():
                 texts[piece.request_id] += piece.ids
+        for piece in engine.drain():  # steps that were launched while the last prompt ran
+            texts[piece.request_id] += piece.ids
         begun = {name: len(ids) for name, ids in texts.items()}
         self._start(len(group), depth)
         before, begin = engine.drafting.so_far(), time.perf_counter()
