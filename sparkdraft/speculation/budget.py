@@ -111,6 +111,17 @@ class Budget:
 
     # ---- before drafting
 
+    def holds(self) -> bool:
+        """Whether the last choice holds for one more step; counts that step."""
+        if self.clock + 1 >= self._until:
+            return False
+        self._pass()
+        return True
+
+    def _pass(self) -> None:
+        self.clock += 1
+        self.balance += BUDGET * (self.batch.plain if self.batch else 0.0)
+
     def choose(self, slots: Sequence[int], context: int, others: int = 0, extra: int = 0) -> list[int]:
         """Depths for one step over these requests, of which the longest has 'context' tokens. others: requests of this
         step whose depth is not chosen here; extra: tokens of it beyond one per request, such as a prompt's."""
@@ -118,8 +129,7 @@ class Budget:
             return []
         num = len(slots) + others
         bucket = bucket_of(num, context)
-        self.clock += 1
-        self.balance += BUDGET * (self.batch.plain if self.batch else 0.0)
+        self._pass()
         held = (list(slots), bucket, extra)
         if held == self._held and self.clock < self._until:
             return self._depths
