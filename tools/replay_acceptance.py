@@ -40,6 +40,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.drafters.base import CommittedRows
 from sparkdraft.drafters.dflash import DFlash, DraftBlock
 from sparkdraft.drafters.vocabulary import IdCounts
+from sparkdraft.engine.host_steps import HostSteps
 from sparkdraft.engine.load import Loaded, load_opened, open_model
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, ids_of
 from sparkdraft.kernels.ops import AttentionView
@@ -144,8 +145,9 @@ class GivenText(Sampler):
 def served(llm: Loaded, texts: list[Text]) -> Iterator[Walk]:
     """All of them as requests of the engine, as many at once as it takes."""
     engine, walks = llm.engine, {str(i): Walk() for i in range(len(texts))}
-    engine.sampler = GivenText(engine.sampler.vocab_size, engine.sampler.eos_ids, engine.sampler.device)
-    engine.sampler.texts = {name: ids for name, (ids, _) in zip(walks, texts, strict=True)}
+    given = GivenText(engine.sampler.vocab_size, engine.sampler.eos_ids, engine.sampler.device)
+    given.texts = {name: ids for name, (ids, _) in zip(walks, texts, strict=True)}
+    engine.steps = HostSteps(engine.runner, given, engine.drafting)  # a device would sample by itself
     position = {}  # of each request's last committed id: the anchor of its next step
     for name, (ids, prompt) in zip(walks, texts, strict=True):
         params = SamplingParams(max_tokens=len(ids) - prompt, num_draft=engine.drafting.max_depth, ignore_eos=True)
@@ -246,7 +248,6 @@ def main() -> None:
             counts.add(ids[prompt:])
         return counts.flush()
     llm = load(args)
-    llm.engine.overlap = None  # the device would sample by itself
     summary = measure(llm, named[:: args.every], how)
     print(json.dumps({"bench": "replay_acceptance", **summary}))
 

@@ -222,7 +222,6 @@ def chosen(plan: Plan) -> dict[str, Named]:
 def evaluate(call: Call, name: str, drafter: Path, texts: dict[str, Named]) -> None:
     """Acceptance through the engine on fixed texts, as replay_acceptance.py measures it."""
     llm = LLM("smollm2", device=call.device, drafter=str(drafter), ngram=False, max_seqs=32)
-    llm.engine.overlap = None  # the device would sample by itself
     for kind, named in texts.items():
         known = call.results.get("trained", {}).get(kind, {})
         if known and call.left < known["seconds"]:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sparkdraft.engine.overlap import OverlappedSteps
 
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
 from sparkdraft.drafters.find import DraftSource
 from sparkdraft.engine.build import build_engine
+from sparkdraft.engine.device_steps import DeviceSteps
 from sparkdraft.engine.machine import plan_here
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.common.config import uniform_config
@@ -68,15 +68,7 @@ def toy_bench(acceptance: Acceptance | None, overlaps: bool = False, spec: str =
     plan = plan_here(config, TOY, source.caps)
     engine = build_engine(plan, config, TOY, target, random_model.SilentTokenizer(), source)
     if overlaps:
-        engine.overlap = OverlappedSteps(
-            *(
-                engine.runner,
-                engine.drafting.proposer,
-                torch.device("cpu"),
-                engine.drafting.choices,
-                engine.drafting.cuts,
-            )
-        )
+        engine.steps = DeviceSteps(engine.runner, engine.sampler, engine.drafting)
     return Bench(engine, TOY, Ceilings(1e9, None), acceptance)
 
 
@@ -264,7 +256,9 @@ def test_steps_that_the_device_takes_accept_what_is_given_too() -> None:
     bench = toy_bench(Acceptance(6.5, 15), overlaps=True)
     row = bench.measure(Load(2, 20, 130), lambda done, total: None)
     assert row.steps == 20 and row.length == pytest.approx(6.5, rel=0.03)
-    assert bench.engine.overlap and not bench.engine.overlap.requests and not bench.engine.has_work
+    steps = bench.engine.steps
+    assert isinstance(steps, DeviceSteps) and set(steps.requests) == set(steps._left), "every slot is given back"
+    assert not steps.num_unread and not bench.engine.has_work
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -281,7 +275,7 @@ def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_giv
 def test_drafts_of_random_weights_differ_from_row_to_row() -> None:
     """One id many times would reach the same experts in every row."""
     bench, verified = toy_bench(Acceptance(6.5, 15), overlaps=True), list[list[list[int]]]()
-    slots = bench.engine.overlap.slots  # type: ignore[union-attr]
+    slots = bench.engine.steps.slots  # type: ignore[attr-defined]
     draft = slots._draft
     slots._draft = lambda kind: verified.append((ids := draft(kind)).tolist()) or ids  # type: ignore[method-assign]
     bench.measure(Load(2, 20, 40), lambda done, total: None)

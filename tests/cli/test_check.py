@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.cli.main import main
-from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.host_steps import HostSteps
 
 
 def test_a_sound_model_is_status_0(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,9 +25,9 @@ def test_a_sound_model_is_status_0(tiny: Path, capsys: pytest.CaptureFixture[str
 def test_a_model_with_a_fault_is_status_1(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Engine._sample_rows
+    honest = HostSteps._sample_rows
     monkeypatch.setattr(
-        Engine, "_sample_rows", lambda engine, batch: [row._replace(grammar=None) for row in honest(engine, batch)]
+        HostSteps, "_sample_rows", lambda steps, batch: [row._replace(grammar=None) for row in honest(steps, batch)]
     )
     assert main(["check", "--model", str(tiny), "--device", "cpu", "--json"]) == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])

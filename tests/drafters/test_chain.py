@@ -153,8 +153,8 @@ def test_preempted_requests_write_the_same(pair: tuple[Path, Path], overlaps: bo
     assert llm.engine.pool.num_free == llm.plan.num_blocks
 
 
-def test_who_needs_the_host_takes_the_drafters_state_along(pair: tuple[Path, Path]) -> None:
-    """A request that wants log-probabilities makes all steps the host's; when it ends, the others run ahead again."""
+def test_who_wants_log_probabilities_comes_and_goes_beside_drafts(pair: tuple[Path, Path]) -> None:
+    """Its steps wait for the host between their halves; the drafter's state of the others passes through them."""
     plain, llm = load(pair, "quantised", spec="off"), load(pair, "quantised", overlaps=True)
     params = greedy(3, 3)
     short = SamplingParams(max_tokens=9, logprobs=1, num_draft=2, ignore_eos=True)
@@ -173,18 +173,16 @@ def test_who_needs_the_host_takes_the_drafters_state_along(pair: tuple[Path, Pat
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
-def test_its_cache_depends_on_the_text_alone(
-    pair: tuple[Path, Path], overlaps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_cache_depends_on_the_text_alone(pair: tuple[Path, Path], overlaps: bool) -> None:
     """However plain and drafted steps alternate, on the host or the device: to the bit, on kernels that promise it."""
 
     def kept(llm: LLM, depths: list[int]) -> tuple[list[int], torch.Tensor]:
         engine, turn = llm.engine, cycle(depths)
-        monkeypatch.setattr(engine.drafting, "depths", lambda rs: {r: d for r in rs if (d := next(turn))})
         engine.add(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True), "x")
         request, proposer = engine._by_id["x"][0], engine.drafting.proposer
         assert proposer
         while len(request.output_ids) < 40:
+            engine.drafting.default = next(turn)
             engine.step()
         with torch.inference_mode():
             engine.drain()

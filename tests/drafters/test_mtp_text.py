@@ -16,9 +16,10 @@ import pytest
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.drafters.mtp import MAX_DEPTH
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.slots import Chunks, Ran, StepKind
 from sparkdraft.kernels import native
 from tests.drafters.tiny_mtp import VARIANTS, fit_head, write_target
-from tests.fakes.steps import on_device
+from tests.fakes.steps import device_steps, on_device
 from tests.models.recurrent import Texts, all_is_free, complete, load, texts
 
 LENGTH, OUTPUT = 23, 24
@@ -119,9 +120,10 @@ def test_preempted_requests_write_the_same(case: Case, overlaps: bool) -> None:
 def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are cut anywhere on the device: recurrent layers record the rows that are left, experts see no others, and
     the text stays the plain one."""
-    llm, rng = on_device(drafting(case, spec="auto"), cuts=True), random.Random(0)
-    engine, ops, sent, alive = llm.engine, llm.engine.runner.model.ops, list[int](), list[int]()
-    budget, route, pack = engine.drafting.budget, ops.norm_route, ops.pack_rows
+    llm, rng = on_device(drafting(case, spec="auto")), random.Random(0)
+    engine, ops, slots = llm.engine, llm.engine.runner.model.ops, device_steps(llm).slots
+    sent, alive, ran = list[int](), list[int](), list[int]()  # alive: of slots; ran: with prompts beside them
+    budget, route, pack, forward = engine.drafting.budget, ops.norm_route, ops.pack_rows, slots.forward
 
     def routed(*given: Any) -> Any:
         routing = route(*given)
@@ -135,6 +137,11 @@ def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPat
         alive.append(int(rows.query_start[-1]))
         return rows
 
+    def counted(kind: StepKind, chunks: Chunks | None = None) -> Ran:
+        before, result = len(alive), forward(kind, chunks)
+        ran.append(sum(alive[before:]) + (int(chunks.view.query_start[-1]) if chunks else 0))
+        return result
+
     def terms(slots: list[Any], wanted: list[int], tokens: int) -> Any:
         fit = [0.8, 0.0, *[0.0] * engine.drafting.max_depth]
         fair = np.array([rng.choice([-1.0, 0.8, 1.0]) for _ in slots])
@@ -142,6 +149,7 @@ def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ops, "norm_route", routed)
     monkeypatch.setattr(ops, "pack_rows", packed)
+    monkeypatch.setattr(slots, "forward", counted)
     monkeypatch.setattr(engine.drafting, "depths", lambda requests: dict.fromkeys(requests, MAX_DEPTH))
     monkeypatch.setattr(budget, "terms", terms)
     for name in ("expect", "measured", "record"):
@@ -151,8 +159,8 @@ def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPat
     assert min(numbers(llm)) > 10 and all_is_free(llm)
     assert len(set(alive)) > 3 and max(alive) <= 4 * (1 + MAX_DEPTH)
     if sent:
-        layers = len(sent) // len(alive)
-        assert layers and sent == [rows for rows in alive for _ in range(layers)]
+        layers = len(sent) // len(ran)
+        assert layers and sent == [rows for rows in ran for _ in range(layers)]
 
 
 CACHES = [

@@ -17,6 +17,7 @@ def serving(app: Starlette) -> Iterator[str]:
     # created as TCP, because asyncio disables Nagle's delay only for such sockets
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # before the address is told: a client may be faster than the thread
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

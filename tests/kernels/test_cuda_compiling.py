@@ -271,9 +271,12 @@ def test_torch_is_told_of_a_capture_that_broke_off(monkeypatch: pytest.MonkeyPat
 def test_an_engine_says_why_its_kernels_are_compiled_one_by_one() -> None:
     def engine(ops: object) -> SimpleNamespace:
         runner = SimpleNamespace(model=SimpleNamespace(ops=ops), unrecorded=[])
-        return SimpleNamespace(
-            runner=runner, drafting=SimpleNamespace(proposer=None), plan=SimpleNamespace(fallbacks=()), _fallbacks=[]
+        drafting, plan, steps = (
+            SimpleNamespace(proposer=None),
+            SimpleNamespace(fallbacks=()),
+            SimpleNamespace(graphs=[]),
         )
+        return SimpleNamespace(runner=runner, drafting=drafting, plan=plan, steps=steps, _fallbacks=[])
 
     said = Engine.fallbacks.fget  # type: ignore[attr-defined]
     assert said(engine(SimpleNamespace(compiler=None))) == []

@@ -16,6 +16,7 @@ from sparkdraft.core import Request, Work
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.proposer import Drafts
 from sparkdraft.llm import Completion
+from tests.fakes.steps import on_host
 
 Texts = list[list[int]]
 
@@ -84,5 +85,6 @@ def scripted(llm: LLM, prompts: Texts, written: Texts, depth: int, wrong: Callab
     known = {tuple(prompt): text for prompt, text in zip(prompts, written, strict=True)}
     source, engine = Scripted(known, depth, wrong), llm.engine
     engine.drafting = Drafting(llm.plan.max_model_len, source, False, depth)  # type: ignore[arg-type]
+    on_host(llm)
     engine.scheduler.lookahead = depth
     return source

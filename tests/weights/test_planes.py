@@ -30,7 +30,7 @@ from sparkdraft.plan.weight_formats import (
 from sparkdraft.weights import planes
 from sparkdraft.weights.checkpoint import open_checkpoint, read_config_json
 from sparkdraft.weights.linear import CannotKeep
-from sparkdraft.weights.plane_layout import SIZES, CodeForm, StoredMatrix, count_stored, layout_of
+from sparkdraft.weights.plane_layout import SIZES, CodeForm, StoredBytes, StoredMatrix, count_stored, layout_of
 from sparkdraft.weights.planes import empty, fill, form_of, pack, plan_layout
 from sparkdraft.weights.quant.gguf_blocks import BLOCKS, FORMS, Q4_1, Q4_K, Q5_1, Q5_K, Q6_K, read_blocks
 from sparkdraft.weights.quant.quantise import QUANTISERS
@@ -165,7 +165,7 @@ def test_every_format_of_codes(width: int) -> None:
 def test_a_group_that_kernels_do_not_read_is_floats() -> None:
     form = CodeForm("int4", 4, 24, "f16")
     assert form.nbytes(8, 48) is None and "groups of 24" in str(form.layout(48))
-    assert count_stored([StoredMatrix("a.weight", 8, 48, form)]) == (0, 8 * 48)
+    assert count_stored([StoredMatrix("a.weight", 8, 48, form)]) == StoredBytes(0, 8 * 48)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -179,7 +179,7 @@ def test_files_as_the_tools_write_them(folder: Path) -> None:
         one = count_stored([checkpoint._stored(name)])  # type: ignore[attr-defined]
         assert one.quantised == (planes or 0), name
         total, floats = total + (planes or 0), floats + one.floats
-    assert checkpoint.stored_bytes() == (total, floats)
+    assert checkpoint.stored_bytes() == StoredBytes(total, floats)
     decoded = [name for name in checkpoint.names() if isinstance(checkpoint.read(name), Permuted)]
     assert total > 0 and len(decoded) == (6 if "desc-act" in folder.name else 0)
     assert all(count_stored([checkpoint._stored(name)]).floats for name in decoded)  # type: ignore[attr-defined]
@@ -213,7 +213,7 @@ def test_the_embedded_model(smollm2_path: Path) -> None:
     held = sum(t.nbytes for t in (coded.codes, coded.scale, coded.offset) if t is not None)
     info = infos["token_embd.weight"]
     tied = count_stored([StoredMatrix(info.name, *table.shape, FORMS[info.kind])], tied=True)
-    assert tied == (held + FORMS[info.kind].nbytes(*table.shape), 0)  # type: ignore[operator]
+    assert tied == StoredBytes(held + FORMS[info.kind].nbytes(*table.shape), 0)  # type: ignore[operator]
     assert len(names) == 7
 
 

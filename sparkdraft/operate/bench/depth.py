@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from sparkdraft.core import AUTO, SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.operate.bench.accept import ALL
-from sparkdraft.operate.bench.synthetic import TABLE_ROWS, Acceptance, Outcomes, Synthetic
+from sparkdraft.operate.bench.synthetic import TABLE_ROWS, Acceptance, Outcomes, impose
 
 Prompts = dict[str, list[list[int]]]  # class -> ids of its prompts
 Report = Callable[[int, int], None]
@@ -66,7 +66,7 @@ class DepthBench:
         self.engine, self.output_len, self.temperature = engine, output_len, temperature
         self.acceptance = acceptance
         engine.scheduler.pace = None  # all streams begin together
-        self._synthetic = Synthetic(engine, acceptance) if acceptance else None
+        self._synthetic = impose(engine, acceptance) if acceptance else None
         if acceptance:
             engine.warm_up()  # graphs keep the acceptance that they were made with
 

@@ -25,7 +25,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.operate.bench.synthetic import Acceptance, Synthetic
+from sparkdraft.operate.bench.synthetic import Acceptance, impose
 from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth, wait
 from sparkdraft.plan.memory import MemoryPlan
 
@@ -128,7 +128,7 @@ class Bench:
         self.params = params
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
-        self._synthetic = Synthetic(engine, acceptance) if acceptance else None
+        self._synthetic = impose(engine, acceptance) if acceptance else None
         if acceptance and engine.drafting.default is None:
             # the budget of drafts needs the costs of steps; graphs keep the acceptance that they were made with
             engine.warm_up()
@@ -248,7 +248,7 @@ class Bench:
             now = time.perf_counter()
             for output in outputs:
                 written[output.request_id] += len(output.ids)
-            if outputs:  # the first overlapped step is read by the second call
+            if outputs:  # a device's first step is read by the second call
                 result.steps.append(now - last)
             last = now
             if count:

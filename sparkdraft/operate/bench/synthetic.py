@@ -26,6 +26,7 @@ from sparkdraft.core import Request, UserError, Work
 from sparkdraft.drafters.base import Anchors, Pick
 from sparkdraft.engine.device_steps import DeviceSteps
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.host_steps import HostSteps
 from sparkdraft.engine.proposer import Drafts
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.slots import Slots
@@ -136,15 +137,13 @@ class SyntheticSampler(Sampler):
 
     @staticmethod
     def install(engine: Engine) -> SyntheticSampler:
-        """Replace the engine's sampler."""
+        """Replace the sampler of an engine whose steps are the host's."""
         old = engine.sampler
-        new = engine.sampler = SyntheticSampler(old.vocab_size, old.eos_ids, old.device, old.ops, engine.plan.max_seqs)
+        new = SyntheticSampler(old.vocab_size, old.eos_ids, old.device, old.ops, engine.plan.max_seqs)
         new.stop()
-        if engine.drafting.proposer:
-            proposer = engine.drafting.proposer
+        if proposer := engine.drafting.proposer:
             proposer.propose = new.with_gaps(engine, proposer.propose)  # type: ignore[assignment, method-assign]
-            drafter = proposer.drafter
-            drafter.propose = spread(drafter.propose, old.vocab_size)  # type: ignore[assignment, method-assign]
+        engine.steps = HostSteps(engine.runner, new, engine.drafting)
         return new
 
     def start(self, outcomes: Outcomes) -> None:
@@ -184,7 +183,7 @@ class SyntheticSampler(Sampler):
 
 
 class SyntheticSlots:
-    """The same for overlapped steps: the device reads the outcomes, step by step."""
+    """The same for a device's steps: it reads the outcomes by itself, step by step."""
 
     def __init__(self, slots: Slots, acceptance: Acceptance) -> None:
         device, table = slots.device, (TABLE_ROWS, slots.plan.max_seqs)
@@ -221,25 +220,14 @@ class SyntheticSlots:
         return table.index_select(0, self._step.clamp(max=TABLE_ROWS - 1))[0]
 
 
-class Synthetic:
-    """Imposes outcomes on all steps of an engine, whoever takes them."""
-
-    def __init__(self, engine: Engine, acceptance: Acceptance) -> None:
-        self._parts: list[SyntheticSampler | SyntheticSlots] = [SyntheticSampler.install(engine)]
-        if isinstance(engine.steps, DeviceSteps):
-            self._parts.append(SyntheticSlots(engine.steps.slots, acceptance))
-
-    @property
-    def num_applied(self) -> int:
-        return self._parts[-1].num_applied
-
-    def start(self, outcomes: Outcomes) -> None:
-        for part in self._parts:
-            part.start(outcomes)
-
-    def stop(self) -> None:
-        for part in self._parts:
-            part.stop()
+def impose(engine: Engine, acceptance: Acceptance) -> SyntheticSampler | SyntheticSlots:
+    """Imposes outcomes on all steps of an engine, whoever runs them, once the result is started with them."""
+    if proposer := engine.drafting.proposer:
+        drafter = proposer.drafter
+        drafter.propose = spread(drafter.propose, engine.sampler.vocab_size)  # type: ignore[assignment, method-assign]
+    if isinstance(engine.steps, DeviceSteps):
+        return SyntheticSlots(engine.steps.slots, acceptance)
+    return SyntheticSampler.install(engine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ from sparkdraft.server.engine_process import main
 
 def plant(faults: str) -> None:
     if "drafts" in faults:  # they are all accepted
-        from sparkdraft.engine import engine
+        from sparkdraft.engine import host_steps
 
-        engine.committed = lambda drafts, samples: [*drafts, samples[-1]]
+        host_steps.committed = lambda drafts, samples: [*drafts, samples[-1]]
     if "grammar" in faults:  # it masks nothing
-        from sparkdraft.engine.engine import Engine
+        from sparkdraft.engine.host_steps import HostSteps
 
-        honest = Engine._sample_rows
-        unmasked = lambda engine, batch: [row._replace(grammar=None) for row in honest(engine, batch)]  # noqa: E731
-        Engine._sample_rows = unmasked  # type: ignore[method-assign]
+        honest = HostSteps._sample_rows
+        unmasked = lambda steps, batch: [row._replace(grammar=None) for row in honest(steps, batch)]  # noqa: E731
+        HostSteps._sample_rows = unmasked  # type: ignore[method-assign]
 
 
 def load(options: dict[str, Any], report: Report) -> Any:

@@ -15,7 +15,7 @@ from sparkdraft.cache.formats.dense import DenseLayer
 from sparkdraft.cache.prefix import Hit, PrefixCache
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import GrammarSpec, SamplingParams, TokenLogprob
-from sparkdraft.engine import engine as engine_module
+from sparkdraft.engine import host_steps
 from sparkdraft.engine.backend import EngineBackend
 from sparkdraft.engine.load import load
 from sparkdraft.engine.sampler import Sampled
@@ -66,7 +66,7 @@ def test_a_budget_that_is_spent_is_said(backend: EngineBackend) -> None:
 
 
 def test_wrong_drafts_that_are_accepted_are_found(asker: Asker, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(engine_module, "committed", lambda drafts, samples: [*drafts[:1], samples[-1]][-len(samples) :])
+    monkeypatch.setattr(host_steps, "committed", lambda drafts, samples: [*drafts[:1], samples[-1]][-len(samples) :])
     with pytest.raises(Failed, match=r"plain text says .* and drafted text says"):
         probes.drafted_is_plain(asker)
 
@@ -74,19 +74,19 @@ def test_wrong_drafts_that_are_accepted_are_found(asker: Asker, monkeypatch: Pat
 @pytest.mark.parametrize("stale", [slow(0), 1, slow(2)])
 def test_a_stale_block_in_the_prefix_cache_is_found(asker: Asker, monkeypatch: Patch, stale: int) -> None:
     """One block of the hit holds the rows of another text."""
-    honest, engine = PrefixCache.lookup, asker.backend.engine  # type: ignore[attr-defined]
+    honest, engine = PrefixCache.lookup_waiting, asker.backend.engine  # type: ignore[attr-defined]
     other = engine.pool.allocate()
     with torch.inference_mode():
         for layer in engine.runner.kv.layers:
             layer.k[other], layer.v[other] = layer.k[other - 1], layer.v[other - 1]
 
-    def lookup(cache: PrefixCache, ids: Any) -> Hit:
-        hit = honest(cache, ids)
+    def lookup(cache: PrefixCache, *asked: Any) -> Hit:
+        hit = honest(cache, *asked)
         if len(hit.blocks) > stale:
             hit.blocks[stale] = other
         return hit
 
-    monkeypatch.setattr(PrefixCache, "lookup", lookup)
+    monkeypatch.setattr(PrefixCache, "lookup_waiting", lookup)
     try:
         with pytest.raises(Failed, match="computed"):
             probes.hit_is_cold(asker)
@@ -107,7 +107,7 @@ def test_a_sampler_that_chooses_another_token_is_found(asker: Asker, monkeypatch
             sampled.ids = logits.topk(2, dim=-1).indices[:, 1]
         return sampled
 
-    monkeypatch.setattr(engine, "sampler", _Calls(engine.sampler, second_best))
+    monkeypatch.setattr(engine.steps, "_sampler", _Calls(engine.sampler, second_best))
     with pytest.raises(Failed, match="less likely than the likeliest"):
         probes.sampler_is_honest(asker)
 
@@ -135,15 +135,15 @@ def test_a_sampler_that_ignores_top_k_is_found(asker: Asker, monkeypatch: Patch)
         )
         return honest(logits, changed)
 
-    monkeypatch.setattr(engine, "sampler", _Calls(engine.sampler, unfiltered))
+    monkeypatch.setattr(engine.steps, "_sampler", _Calls(engine.sampler, unfiltered))
     with pytest.raises(Failed, match="text with top_k 1 says"):
         probes.sampler_is_honest(asker)
 
 
 def test_a_grammar_that_masks_nothing_is_found(asker: Asker, monkeypatch: Patch) -> None:
-    engine = asker.backend.engine  # type: ignore[attr-defined]
-    honest = engine._sample_rows
-    monkeypatch.setattr(engine, "_sample_rows", lambda batch: [row._replace(grammar=None) for row in honest(batch)])
+    steps = asker.backend.engine.steps  # type: ignore[attr-defined]
+    honest = steps._sample_rows
+    monkeypatch.setattr(steps, "_sample_rows", lambda batch: [row._replace(grammar=None) for row in honest(batch)])
     with pytest.raises(Failed, match="under a schema"):
         probes.grammar_holds(asker)
 
