@@ -105,7 +105,11 @@ class Drafting:
         ]
         # On a GPU a step is one graph of all requests, whoever drafts.
         for_all = proposer is not None and proposer.device.type != "cpu"
-        self.budget = Budget(self.max_depth, kinds, depths or self.choices, reads, chain, for_all) if sources else None
+        # Where its drafts are not cut, all of their tokens are run.
+        self._pads = for_all and not self.cuts
+        self.budget = None
+        if sources:
+            self.budget = Budget(self.max_depth, kinds, depths or self.choices, reads, chain, for_all, self._pads)
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
@@ -239,7 +243,7 @@ class Drafting:
     def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float, extra: int) -> None:
         longest, block = max(s.request.num_tokens for s in steps), max(s.drafted for s in steps)
         if verify:  # without its parts the time of drafting would be taken for that of verifying
-            tokens = sum(1 + s.verified for s in steps) + extra
+            tokens = (len(steps) * (1 + block) if self._pads else sum(1 + s.verified for s in steps)) + extra
             drafting = len(steps) if self.proposer else 0  # the pass is one of all requests
             self._measured(tokens, len(steps), longest, verify, seconds - verify, drafting, block)
 
