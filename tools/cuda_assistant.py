@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.layered import BorrowedLayer, PagedReader
+from sparkdraft.cache.formats.dense import BorrowedLayer
+from sparkdraft.cache.windows import WindowLayer
 from sparkdraft.cli.main import main as sparkdraft
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
@@ -80,13 +81,13 @@ def on_reference(drafter: Assistant) -> Assistant:
         return twin
 
     def reader(part: Any) -> Any:
-        if isinstance(part, PagedReader):
+        if isinstance(part, WindowLayer):
             return replace(part, inner=reader(part.inner))
         assert isinstance(part, BorrowedLayer), part
         return BorrowedLayer(replace(part.owner, ops=reference), reference)  # type: ignore[type-var]
 
     twin = other(drafter)
-    twin.target, twin.head = other(drafter.target), replace(drafter.head, ops=reference)  # type: ignore[type-var]
+    twin.target = other(drafter.target)
     twin.layers = [
         replace(layer, ops=reference, attention=other(layer.attention), mlp=DenseSublayer(other(layer.mlp.mlp)))
         for layer in drafter.layers

@@ -39,9 +39,10 @@ from sparkdraft.kernels.cuda.moe.experts import DOWN, FEW_DOWN, FEW_GATE_UP, GAT
 from sparkdraft.kernels.cuda.moe.routing import cut
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.cuda.runtime.timing import seconds
 from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
 from sparkdraft.operate.forecast.rates import memory_bandwidth
-from sparkdraft.operate.tune.tiles import TileSearch, expert_tiles, seconds
+from sparkdraft.operate.tune.tiles import TileSearch, expert_tiles
 from sparkdraft.weights.linear import DenseExperts, DenseLinear
 
 if DRY:

@@ -39,9 +39,10 @@ from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda.linear import few_tokens
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.cuda.runtime.timing import COLD_BYTES, seconds
 from sparkdraft.kernels.ops import SILU, Norm, Normed
 from sparkdraft.operate.forecast.rates import memory_bandwidth
-from sparkdraft.operate.tune.tiles import COLD_BYTES, TileSearch, compiling, float_tiles, seconds
+from sparkdraft.operate.tune.tiles import TileSearch, compiling, float_tiles
 from sparkdraft.weights.linear import WeightTiles
 
 if DRY:

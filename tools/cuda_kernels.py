@@ -28,9 +28,9 @@ from sparkdraft.kernels.cuda.attention import paged
 from sparkdraft.kernels.cuda.attention.paged import Tile
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.cuda.runtime.timing import COLD_BYTES, seconds
 from sparkdraft.kernels.ops import SILU, AttentionParams, AttentionView, RopeArgs
 from sparkdraft.operate.forecast.rates import memory_bandwidth
-from sparkdraft.operate.tune.tiles import COLD_BYTES, seconds
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 HIDDEN, INTER = 4096, 12288

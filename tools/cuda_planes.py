@@ -37,10 +37,11 @@ from sparkdraft.kernels.cuda.linear.planes import PlaneExperts, PlaneLinear
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.cuda.runtime.timing import COLD_BYTES, seconds
 from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed, Routing
 from sparkdraft.operate.bench.random_model import random_coded as sane_coded
 from sparkdraft.operate.forecast.rates import memory_bandwidth
-from sparkdraft.operate.tune.tiles import COLD_BYTES, TileSearch, coded_tiles, expert_tiles, seconds, wide_tiles
+from sparkdraft.operate.tune.tiles import TileSearch, coded_tiles, expert_tiles, wide_tiles
 from sparkdraft.weights.linear import DenseExperts, DenseLinear, ExpertLinear, Linear
 from sparkdraft.weights.planes import Planes, pack
 from tests.weights.formats_of_codes import FORMATS, random_coded

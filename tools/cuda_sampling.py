@@ -21,9 +21,9 @@ from torch import Tensor
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.sampler import EditTables, draws_of
 from sparkdraft.kernels import cuda
+from sparkdraft.kernels.cuda.runtime.timing import seconds
 from sparkdraft.kernels.cuda.sampling.argmax import argmax
 from sparkdraft.kernels.ops import LogitEdits
-from sparkdraft.operate.tune.tiles import seconds
 
 COLUMNS, LAUNCHES, GPU = 151936, 16, torch.device("cuda")
 FILTERED = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)

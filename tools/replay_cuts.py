@@ -29,7 +29,7 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import Request
 from sparkdraft.drafters.base import CommittedRows
 from sparkdraft.drafters.dflash import DraftBlock
-from sparkdraft.engine.sampler import Draws, pick_sure
+from sparkdraft.engine.sampler import draws_of, pick_sure
 from sparkdraft.operate.bench.accept import LOOP
 from sparkdraft.speculation.budget import Budget
 from sparkdraft.speculation.survival import Confidence, Kind
@@ -102,7 +102,7 @@ def record(path: Path, every: int, temperature: float) -> None:
             )
             where = seen(drafter, place, width)
             logits = drafter.logits(DraftBlock(int32(block), rows, rows, where, int32([*range(1, width)])))
-            draws = Draws.of([request], [place + 1], torch.device("cpu"), width - 1)
+            draws = draws_of([request], [place + 1], torch.device("cpu"), width - 1)
             drafts, gaps = pick_sure(ops, logits, draws, drafter.ends.ids)
             truth = torch.full((width - 1,), -1)
             truth[: len(ids) - 1 - place] = torch.tensor(ids[place + 1 : place + width])
