@@ -91,6 +91,7 @@ class DeviceSteps:
         self._read_at = 0.0
         if self._proposer:
             self._proposer.may_pass_over = False  # the slots' tables name all blocks, so no row may be missing
+        drafting.matches_itself = False
         assert sampler.edits.tables  # captured steps read them
         ops, has_graphs = runner.model.ops, runner.plan.graphs and self._device.type == "cuda"
         self._steps = Graphs(self.slots.step, ops) if has_graphs else None
@@ -199,14 +200,19 @@ class DeviceSteps:
         return StepRead(launched.batch, results, seconds, verify if verify < seconds else 0.0)
 
     def learn(self, read: StepRead, num_accepted: Sequence[int]) -> None:
+        alone = read.batch.decodes
+        decoding = [result for result in read.results if result.work.decodes]
+        if self.slots.text is not None:
+            self._drafting.match([(result.work.request, result.matched) for result in decoding])
+        if not any(result.num_drafted for result in decoding):
+            self._drafting.learn_plain([result.work.request for result in decoding], read.seconds * alone)
+            return
         steps = [
             Outcome(r.work.request, r.num_drafted, r.num_draft, accepted, r.gaps, r.source)
             for r, accepted in zip(read.results, num_accepted, strict=True)
             if r.work.decodes
         ]
-        if steps:
-            alone = read.batch.decodes
-            self._drafting.learn_overlapped(steps, read.seconds * alone, read.verify_seconds * alone)
+        self._drafting.learn_overlapped(steps, read.seconds * alone, read.verify_seconds * alone)
 
     def forget(self, request: Request) -> None:
         self._sampler.forget(request)
@@ -514,8 +520,10 @@ class DeviceSteps:
         if launched.slots is not None:
             end = launched.depth + 4
             rows = launched.slots[:, :end].tolist()
-            matched = launched.slots[:, end].tolist() if launched.depth else [0] * len(rows)
-            gaps = launched.slots[:, end + 1 :].contiguous().view(torch.float32).tolist()
+            matched = [0] * len(rows)
+            if launched.depth or self.slots.text is not None:
+                matched = launched.slots[:, end].tolist()
+            gaps = launched.slots[:, end + 1 :].contiguous().view(torch.float32).tolist() if launched.depth else []
         firsts = launched.first_ids.tolist() if launched.first_ids is not None else []
         first_of = dict(zip((work.request for work in launched.firsts), firsts, strict=True))
         results = []
@@ -528,7 +536,8 @@ class DeviceSteps:
                     drafted = 0
                 result.source = ("ngram" if matched[slot] else self._drafting.model) if drafted else ""
                 result.ids, result.num_drafted, result.num_draft = row[: row[-3] + 1], drafted, row[-2]
-                result.gaps = gaps[slot][:drafted]
+                result.gaps = gaps[slot][:drafted] if drafted else []
+                result.matched = matched[slot]
             elif work.samples:
                 first = first_of[work.request]
                 result.ids = [first] if first >= 0 else []

@@ -52,6 +52,7 @@ class Speculation:
     ngram: NgramIndex = field(default_factory=NgramIndex)
     stats: SpecStats = field(default_factory=SpecStats)
     source: str = ""  # the source that would draft in the coming step
+    matches: bool = False  # whether the device has found the end of its text in it before
 
 
 def check_depth(name: str, depth: int | None, most: int, has_drafter: bool) -> None:
@@ -83,6 +84,7 @@ class Drafting:
         """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
         the target's weights, in any unit. depths: those to choose from; None: automatic. cut: auto, on or off."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
+        self.matches_itself = True  # whether the host looks for matches; else the device tells of them (`match`)
         self.is_off = False  # whether no request drafts, whatever it asks for
         self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
         self.whole = self._reason_not_to_cut(cut, proposer)  # why blocks of drafts are verified whole; "": they are cut
@@ -103,11 +105,16 @@ class Drafting:
         ]
         # On a GPU a step is one graph of all requests, whoever drafts.
         for_all = proposer is not None and proposer.device.type != "cpu"
-        self.budget = Budget(self.max_depth, kinds, depths or self.choices, reads, chain, for_all) if sources else None
+        # Where its drafts are not cut, all of their tokens are run.
+        self._pads = for_all and not self.cuts
+        self.budget = None
+        if sources:
+            self.budget = Budget(self.max_depth, kinds, depths or self.choices, reads, chain, for_all, self._pads)
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
         self._num_plain = 0  # steps without drafts
+        self._quiet: list[Request] = []  # requests of which none drafts, until the budget looks again or a text matches
         self._num_observed = 0  # number of calls of `observe`
         self._pays: dict[Bucket, bool] = {}  # the answers of `could_pay`, per kind of batch
         self._plain_known: Bucket | None = None  # the kind of batch whose plain steps have been timed
@@ -119,7 +126,7 @@ class Drafting:
     def depths(self, requests: list[Request], extra: int = 0) -> dict[Request, int]:
         """The number of drafts wanted for each request that may draft in the coming step. extra: tokens of that step
         beside one per request, such as a prompt's."""
-        if not self.budget or self.is_off:
+        if not self.budget or self.is_off or (requests == self._quiet and self.budget.holds()):
             return {}
         depths: dict[Request, int] = {}
         free: dict[Request, int] = {}  # the slot of each request that names no depth
@@ -135,7 +142,16 @@ class Drafting:
             chosen = self.budget.choose(list(free.values()), longest, others, extra + sum(depths.values()))
             depths |= zip(free, chosen, strict=True)
         limited = {r: self._limited(r, depth) for r, depth in depths.items() if depth}
-        return {r: depth for r, depth in limited.items() if depth > 0}
+        found = {r: depth for r, depth in limited.items() if depth > 0}
+        self._quiet = [] if found or self.matches_itself else requests
+        return found
+
+    def match(self, matches: Iterable[tuple[Request, int]]) -> None:
+        """The device has looked at the ends of these texts: the length of what was there before."""
+        for request, length in matches:
+            kept = self._of(request)
+            if kept.matches != (length > 0):
+                kept.matches, self._quiet = length > 0, []
 
     def propose(self, batch: Batch) -> None:
         """Fills in the drafts of all work that has room for them."""
@@ -193,6 +209,17 @@ class Drafting:
         spare = [-1.0] * (self.proposer.plan.max_seqs - len(requests))
         return [*own.ravel().tolist(), *fair.tolist(), *spare, *worth.tolist()]
 
+    def learn_plain(self, requests: list[Request], seconds: float) -> None:
+        """Records one step without drafts of a GPU. seconds: its time; 0 if it is not known."""
+        if not self.budget:
+            return
+        for request in requests:
+            self._of(request).stats.num_plain_steps += 1
+        if seconds and requests:
+            contexts = [request.num_tokens for request in requests]
+            if self._wants_plain(contexts):
+                self._measured(len(requests), len(requests), max(contexts), seconds, 0.0, 0, 0)
+
     def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float, extra: int = 0) -> None:
         """Records one overlapped step, in which only the model drafts. seconds: its time; verify: the part of it after
         drafting. Each is 0 if it is not known. extra: its tokens beside those of these requests, such as a prompt's."""
@@ -214,14 +241,11 @@ class Drafting:
             self._measured_overlapped(steps, seconds, verify, extra)
 
     def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float, extra: int) -> None:
-        contexts, block = [s.request.num_tokens for s in steps], max(s.drafted for s in steps)
-        # without its parts the time of drafting would be taken for that of verifying
-        if not verify if block else not self._wants_plain(contexts):
-            return
-        tokens, verify = sum(1 + s.verified for s in steps) + extra, verify or seconds
-        # the pass is one of all requests
-        drafting = len(steps) if block and self.proposer else 0
-        self._measured(tokens, len(steps), max(contexts), verify, seconds - verify, drafting, block)
+        longest, block = max(s.request.num_tokens for s in steps), max(s.drafted for s in steps)
+        if verify:  # without its parts the time of drafting would be taken for that of verifying
+            tokens = (len(steps) * (1 + block) if self._pads else sum(1 + s.verified for s in steps)) + extra
+            drafting = len(steps) if self.proposer else 0  # the pass is one of all requests
+            self._measured(tokens, len(steps), longest, verify, seconds - verify, drafting, block)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.budget or not batch.decodes:
@@ -348,7 +372,9 @@ class Drafting:
         """The source that would draft. A long match in the own text is preferred: it is free and seldom wrong."""
         kept = self._of(request)
         kept.source = self.model if self.proposer and self.proposer.is_ready(request) else ""
-        if self.ngram:
+        if kept.matches:
+            kept.source = "ngram"
+        elif self.ngram and self.matches_itself:
             index, known = kept.ngram, request.num_tokens
             if known - len(index) >= LOOK_EVERY or index.matches:
                 index.extend(request.ids(len(index), known))

@@ -125,11 +125,12 @@ class Scheduler:
     @property
     def _must_read(self) -> bool:
         """Whether a request may have reached the end of its context, or all are sure to end in launched steps."""
-        unread = [r for r in self.running if r.most_unread]
-        if any(r.next_start >= self.max_context for r in unread):
-            return True
-        end = all(len(r.output_ids) + r.least_unread >= r.max_output for r in unread)
-        return bool(unread) and end and len(unread) == len(self.running) and not self._may_admit
+        all_end = bool(self.running)
+        for request in self.running:
+            if request.most_unread and request.next_start >= self.max_context:
+                return True
+            all_end = all_end and len(request.output_ids) + request.least_unread >= request.max_output
+        return all_end and not self._may_admit
 
     def reserve(self, rows: int) -> bool:
         """Reserves blocks for this many tokens of every decoding request, if that preempts nobody."""
@@ -158,6 +159,11 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             request = self.running[position]
+            if request.decodes and self._grow(request, 1):
+                work.append(Work(request, request.num_computed, 1, True))
+                left.rows -= 1
+                position += 1
+                continue
             later = len(self.running) - position - 1  # each of these is sure of one row, whatever this chunk wants
             missing = max(request.num_tokens - request.num_computed, 1)
             kept = self._kept_for_shorter(position, missing, left.prompt_rows // 2) if missing > 1 else 0

@@ -79,7 +79,7 @@ class Ran(NamedTuple):
     rows: PackedRows | None = None  # of the slots; None where none decodes, as are the next three
     kept: Tensor | None = None
     drafts: Tensor | None = None  # None at depth 0
-    matched: Tensor | None = None  # int32 [seqs]; None at depth 0
+    matched: Tensor | None = None  # int32 [seqs]; None at depth 0 where requests do not draft from their own text
     gaps: Tensor | None = None  # None where blocks are not cut
 
 
@@ -132,7 +132,8 @@ class Slots:
         self.floats, self.integers = torch.zeros(3, num_slots, device=device), integers(2, num_slots, dtype=torch.int64)
         # The ids of each slot, from position 0 on, if requests draft from them.
         self.text = integers(num_slots, plan.max_model_len) if reads_text else None
-        self._matched = torch.empty(0)  # int32 [seqs]: the match that a slot's drafts follow; 0: they are the drafter's
+        self._matched: Tensor | None = None  # int32 [seqs]: the match that a slot's drafts follow; 0: the drafter's
+        self._unused = integers(num_slots, 1)  # takes a draft where nothing is drafted
         aux_shape = runner.aux_hidden.shape[1:]
         kept = (num_slots, ring, *aux_shape) if self.drafter and not self.chain else (0,)
         self.ring = torch.zeros(
@@ -158,8 +159,8 @@ class Slots:
     def step(self, kind: StepKind) -> Tensor:
         """One step without prompts. Returns int32 [seqs, depth + 4]: the sample of each of a slot's rows, the number of
         accepted drafts (NONE if the slot computed NaN), that of verified ones, and the nanoseconds that verifying took.
-        If the step drafts, there follow the length of the match in the slot's own text that its drafts come from (0:
-        they are the drafter's), and where blocks are cut, as many columns as it drafts: the bits of the gaps."""
+        If the step drafts or requests draft from their own text, the length of the match at the end of the slot's text
+        follows (0: none, drafts are the drafter's), and where blocks are cut, the bits of the gaps of its drafts."""
         written = self.finish(kind, self.forward(kind)).slots
         assert written is not None
         return written
@@ -167,10 +168,11 @@ class Slots:
     def forward(self, kind: StepKind, chunks: Chunks | None = None) -> Ran:
         """Drafts, and runs the target over prompt chunks, the slots' last ids and their drafts."""
         seqs, depth, model, plan = kind.seqs, kind.depth, self.runner.model, self.plan
+        self._matched = None
         drafts = self._draft(kind) if depth else None
         gaps = self._cut_by(kind) if depth and self.cuts else None
         kept = self._kept(seqs, gaps, depth)
-        matched = self._matched if depth else None
+        matched = self._match(seqs, self._unused) if self.text is not None and not depth else self._matched
         tables, rows = self.tables[:seqs], None
         if seqs:
             length, token = self.length[:seqs], self.token[:seqs]
@@ -260,11 +262,14 @@ class Slots:
     def _draft(self, kind: StepKind) -> Tensor:  # int32 [seqs, depth]
         """Drafts of the drafter, and in their place those that follow a match in a slot's own text."""
         drafts = self._draft_by_model(kind) if self.drafter else self.token.new_zeros(kind.seqs, kind.depth)
-        self._matched = torch.zeros_like(self.most[: kind.seqs])
-        if self.text is not None:
-            text, length = self.text[: kind.seqs], self.length[: kind.seqs]
-            self._matched = self.runner.model.ops.match_text(text, length, MIN_MATCH, drafts)
+        self._matched = self._match(kind.seqs, drafts)
         return drafts
+
+    def _match(self, seqs: int, drafts: Tensor) -> Tensor:  # int32 [seqs]
+        """The length of the match at the end of each slot's text; what followed it takes the place of its drafts."""
+        if self.text is None:
+            return torch.zeros_like(self.most[:seqs])
+        return self.runner.model.ops.match_text(self.text[:seqs], self.length[:seqs], MIN_MATCH, drafts[:seqs])
 
     def _draft_by_model(self, kind: StepKind) -> Tensor:  # int32 [seqs, depth]
         assert self.drafter
@@ -292,12 +297,13 @@ class Slots:
     def _cut_by(self, kind: StepKind) -> Tensor:  # float32 [seqs, depth]
         """How sure the drafter is of the drafts that it has just made; a copied draft is seldom wrong."""
         gaps = self.given.gaps(kind.seqs, kind.depth) if self.given else torch.cat(self._gaps, 1)
+        assert self._matched is not None
         return gaps if self.text is None else gaps.masked_fill(self._matched.unsqueeze(1) > 0, WIDEST)
 
     def _kept(self, seqs: int, gaps: Tensor | None, depth: int) -> Tensor:  # int32 [seqs]
         """How many drafts of each slot are verified."""
         most = self.most[:seqs]
-        if depth and not self.drafter:  # nothing is drafted where nothing matches
+        if self._matched is not None and not self.drafter:  # nothing is drafted where nothing matches
             return most.where(self._matched > 0, 0)
         return most if gaps is None else self._cut(gaps)
 

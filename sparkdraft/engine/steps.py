@@ -24,6 +24,7 @@ class StepResult:
     num_drafted: int = 0
     num_draft: int = 0  # that were verified
     source: str = ""  # of the drafts
+    matched: int = 0  # ids at the end of its text that were there before, where the device looks for that
     gaps: list[float] = field(default_factory=list)  # of what was drafted (engine/sampler.py); may be missing
     logprobs: list[TokenLogprob] | None = None  # one per id, if asked for
     prompt_logprobs: list[TokenLogprob] | None = None  # of the work's own tokens, if asked for

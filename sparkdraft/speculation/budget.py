@@ -77,9 +77,11 @@ class Budget:
         reads: Reads = lambda rows: 1.0,
         chain: bool = False,
         drafts_for_all: bool = False,
+        pads: bool = False,
     ) -> None:
         """depths: those to choose from, 0 among them; none: all up to max_depth. reads, chain: as CostTable has them.
-        drafts_for_all: the drafter's pass is one of all requests, whoever drafts."""
+        drafts_for_all: the drafter's pass is one of all requests, whoever drafts. pads: a step runs as many tokens of
+        every request as of the one that drafts most."""
         assert max_depth >= 1 and all(0 < kind.start < 1 for kind in kinds), f"max_depth {max_depth}, {kinds}"
         self.max_depth = max_depth
         self.depths = np.array(list(depths) or range(max_depth + 1))[1:]
@@ -88,7 +90,7 @@ class Budget:
         self.balance, self.clock = CREDIT, 0
         self._probes = [d for d in self.depths.tolist() if d <= MAX_PROBE] or self.depths[:1].tolist()
         self._by_model = np.array([kind.by_model for kind in kinds])
-        self._for_all = drafts_for_all
+        self._for_all, self._pads = drafts_for_all, pads
         self._positions = np.arange(max_depth)
         self._rests = Rests(0)
         # The last choice, which holds for this batch until then: text and costs change slowly.
@@ -111,6 +113,17 @@ class Budget:
 
     # ---- before drafting
 
+    def holds(self) -> bool:
+        """Whether the last choice holds for one more step; counts that step."""
+        if self.clock + 1 >= self._until:
+            return False
+        self._pass()
+        return True
+
+    def _pass(self) -> None:
+        self.clock += 1
+        self.balance += BUDGET * (self.batch.plain if self.batch else 0.0)
+
     def choose(self, slots: Sequence[int], context: int, others: int = 0, extra: int = 0) -> list[int]:
         """Depths for one step over these requests, of which the longest has 'context' tokens. others: requests of this
         step whose depth is not chosen here; extra: tokens of it beyond one per request, such as a prompt's."""
@@ -118,8 +131,7 @@ class Budget:
             return []
         num = len(slots) + others
         bucket = bucket_of(num, context)
-        self.clock += 1
-        self.balance += BUDGET * (self.batch.plain if self.batch else 0.0)
+        self._pass()
         held = (list(slots), bucket, extra)
         if held == self._held and self.clock < self._until:
             return self._depths
@@ -148,7 +160,8 @@ class Budget:
         passes = self.costs.drafting(bucket, num if self._for_all else drafting, self.depths, plain)
         if not self._by_model.any():
             passes = np.zeros(1)
-        seconds = passes + self.costs.at(bucket).verify.at(num + extra + drafting * self.depths)
+        rows = (num if self._pads else drafting) * self.depths
+        seconds = passes + self.costs.at(bucket).verify.at(num + extra + rows)
         return bool(((num + drafting * gained) * plain > num * seconds).any())
 
     def _best(self, slots: Ints, batch: Batch) -> Ints:
@@ -158,7 +171,7 @@ class Budget:
         num_model, each = int(by_model.sum()), weights[:, :, None]
         passes = self._passes(batch, num_model)
         drafts, tokens = self._histogram(expected, each)
-        seconds = passes[:, None] + batch.verify.at(batch.tokens + drafts)
+        seconds = passes[:, None] + self._verifying(batch, drafts, self.depths[:, None])
         rates = (batch.num + tokens) / seconds
         best = int(rates.argmax())
         most, border = best // rates.shape[1], _BORDERS[best % rates.shape[1]]
@@ -178,16 +191,17 @@ class Budget:
         tried = np.array([chosen, np.where(cut, chosen, alike), np.where(by_model, 0, chosen)])
         taken = each * ((self._positions < tried[:, :, None, None]) & (expected >= floor))
         drafts, tokens = taken.sum((1, 2, 3)), (taken * expected).sum((1, 2, 3))
-        seconds = self._before(batch, tried, by_model) + batch.verify.at(batch.tokens + drafts)
+        verifying = self._verifying(batch, drafts, tried.max(1))
+        seconds = self._before(batch, tried, by_model) + verifying
         reached = (batch.num + tokens) / seconds
         best = int(reached.argmax())
         if reached[best] <= batch.rate * (MARGIN if rests.all() else 1.0):
             return np.zeros(len(slots), np.int64)
         batch.rate = float(reached[best])
-        worth, passed = batch.num / batch.plain, seconds[best] - batch.verify.at(batch.tokens + drafts[best])
+        worth, passed = batch.num / batch.plain, seconds[best] - verifying[best]
         self._rests.price[slots] = (passed - batch.before) * worth / max((tried[best] > 0).sum(), 1)
-        verified = batch.verify.at((batch.tokens, batch.tokens + drafts[best]))
-        self._rests.each[slots] = (verified[1] - verified[0]) * worth / max(drafts[best], 1.0)
+        added = verifying[best] - batch.verify.at(batch.tokens)
+        self._rests.each[slots] = added * worth / max(drafts[best], 1.0)
         return np.asarray(tried[best])
 
     def _before(self, batch: Batch, depths: Ints, by_model: Ints) -> Floats:
@@ -195,6 +209,10 @@ class Budget:
         drafting, deepest = ((depths > 0) & by_model).sum(1), (depths * by_model).max(1)
         passes = batch.costs.drafting(batch.bucket, batch.num if self._for_all else drafting, deepest, batch.plain)
         return np.where(drafting > 0, passes, batch.before)
+
+    def _verifying(self, batch: Batch, drafts: Floats, deepest: Ints) -> Floats:
+        """The seconds of verifying steps with so many drafts in all, and so many of the request with most."""
+        return batch.verify.at(batch.tokens + (batch.num * deepest if self._pads else drafts))
 
     def _passes(self, batch: Batch, drafting: int) -> Floats:
         """By depth of choice, the seconds before verifying if so many requests are drafted for."""
@@ -255,7 +273,7 @@ class Budget:
     def _probe(self, depths: Ints, due: Ints, by_model: Ints, batch: Batch) -> tuple[int, float]:
         """The depth of a probe, and the seconds that it takes beyond the step without it."""
         steps = np.array([depths, *(np.where(due, probe, depths) for probe in self._probes)])
-        seconds = self._before(batch, steps, by_model) + batch.verify.at(batch.tokens + steps.sum(1))
+        seconds = self._before(batch, steps, by_model) + self._verifying(batch, steps.sum(1), steps.max(1))
         prices = np.maximum(seconds[1:] - seconds[0], 0.0)
         number = int(np.flatnonzero(prices <= CHEAP * prices[0])[-1])
         return self._probes[number], float(prices[number])

@@ -172,6 +172,7 @@ def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
     monkeypatch.setattr(device, "_steps", steps)
     monkeypatch.setattr(device_steps_module, "time", clock)
     monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, seconds, *rest: seen.append((steps[0][1], seconds)))
+    monkeypatch.setattr(drafting, "learn_plain", lambda requests, seconds: seen.append((0, seconds)))
     depths = iter([0, 0, 0, 0, 3, 3, 3, 0, 3, 3] + [0] * 99)
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, next(depths)))
     overlapped.generate(TEXTS[:1], SamplingParams(max_tokens=24, ignore_eos=True))
