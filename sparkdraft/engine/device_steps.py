@@ -36,7 +36,6 @@ RING = 16  # plain steps after which the drafter observes their rows
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # tokens of prompts for which steps are captured
 PROMPTS = 4  # prompts in such a step, at most
 BESIDE = (0, 1, 4, 16)  # slots beside them; and as many as there are
-MOST_DRAWN = 16  # slots up to which drafted steps are captured at start
 
 
 class PromptKind(NamedTuple):
@@ -122,22 +121,21 @@ class DeviceSteps:
         if prompts and all(work.samples for work in prompts) and self._prompt_kind(prompts, 1):
             return False
         decoding = sum(work.decodes for work in batch.work)
-        return prompt_rows + self._size(decoding) * self.reach(depth) <= self._runner.plan.max_step_tokens
+        return prompt_rows + self._size(decoding, depth) * self.reach(depth) <= self._runner.plan.max_step_tokens
 
     def capture(self) -> None:
         """Captures the steps that requests are likely to need, so that none of them waits for a graph."""
         if not self._steps or not self._prompts:
             return
-        sizes = gpu_sizes(self._runner.plan.max_seqs)
+        most = self._runner.plan.max_step_tokens
         kinds = [
             StepKind(size, depth, draws)
             for depth in self._depths
-            for size in sizes
+            for size in self._sizes(depth)
             for draws in (False, True)
-            if (not depth or size <= MOST_DRAWN) and size * (1 + depth) <= self._runner.plan.max_step_tokens
+            if size * (1 + depth) <= most
         ]
         self._steps.record(kinds)
-        most = self._runner.plan.max_step_tokens
         self._prompts.record([PromptKind(n, rows) for n in self._beside for rows in PROMPT_ROWS if n + rows <= most])
 
     def launch(self, batch: Batch) -> None:
@@ -149,7 +147,7 @@ class DeviceSteps:
         if (depth or prompts) and self._num_waiting:
             self.catch_up()
         self._send(batch, slot_of, joined)
-        kind = StepKind(self._size(len(slot_of)), depth, self._draws(slot_of, ends))
+        kind = StepKind(self._size(len(slot_of), depth), depth, self._draws(slot_of, ends))
         captured = None if depth or not prompts else self._prompt_kind(prompts, len(slot_of))
         if captured:
             kind = kind._replace(seqs=captured.seqs)
@@ -422,12 +420,17 @@ class DeviceSteps:
     def _captured(self, depth: int) -> int:
         return next(d for d in self._depths if d >= depth)
 
-    def _size(self, num_requests: int) -> int:
+    def _size(self, num_requests: int, depth: int = 0) -> int:
         """The number of slots of a step. On a GPU it is one of a few sizes that are captured; the spare slots are
         empty."""
         if not self._steps or not num_requests:
             return num_requests
-        return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= num_requests)
+        return next(size for size in self._sizes(depth) if size >= num_requests)
+
+    def _sizes(self, depth: int) -> list[int]:
+        """Numbers of slots for which steps of this depth are captured: fewer where there is one more for each depth."""
+        most = self._runner.plan.max_seqs
+        return [*(1 << n for n in range((most - 1).bit_length())), most] if depth else gpu_sizes(most)
 
     def _staged(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return staged(values, dtype, self._device)
