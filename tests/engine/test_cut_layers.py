@@ -58,7 +58,7 @@ def cutting(folder: Path, device: str, **options: Any) -> LLM:
     llm = load(folder, drafter="mtp", spec="auto", cut="on", device=device, max_seqs=LANES, **options)
     if device == "cpu":
         on_device(llm)
-        device_steps(llm)._size = lambda num_requests: LANES  # type: ignore[method-assign]
+        device_steps(llm)._size = lambda num_requests, depth=0: LANES  # type: ignore[method-assign]
     return llm
 
 
