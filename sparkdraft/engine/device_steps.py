@@ -32,6 +32,7 @@ from sparkdraft.engine.slots import Asked, Chunks, Ran, Sampled, Slots, StepKind
 from sparkdraft.engine.steps import StepRead, StepResult
 from sparkdraft.text.grammar import GrammarState, Mask
 
+MEASURED = 3  # times that each captured step is timed at start
 RING = 16  # plain steps after which the drafter observes their rows
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # tokens of prompts for which steps are captured
 PROMPTS = 4  # prompts in such a step, at most
@@ -124,7 +125,8 @@ class DeviceSteps:
         return prompt_rows + self._size(decoding, depth) * self.reach(depth) <= self._runner.plan.max_step_tokens
 
     def capture(self) -> None:
-        """Captures the steps that requests are likely to need, so that none of them waits for a graph."""
+        """Captures the steps that requests are likely to need, so that none of them waits for a graph, and tells the
+        draft budget what they cost."""
         if not self._steps or not self._prompts:
             return
         most = self._runner.plan.max_step_tokens
@@ -136,7 +138,24 @@ class DeviceSteps:
             if size * (1 + depth) <= most
         ]
         self._steps.record(kinds)
+        self.measure(self._steps, [kind for kind in kinds if not kind.draws])
         self._prompts.record([PromptKind(n, rows) for n in self._beside for rows in PROMPT_ROWS if n + rows <= most])
+
+    def measure(self, steps: Graphs[StepKind], kinds: list[StepKind]) -> None:
+        """Times steps of empty slots: they multiply as many rows as others, but have no context to attend to."""
+        for kind in kinds:
+            for _ in range(MEASURED):
+                self._synchronize()
+                begin = time.perf_counter()
+                result = steps.replay(kind)
+                self._synchronize()
+                seconds = time.perf_counter() - begin
+                verify = max(float(result[0, kind.depth + 3]) / 1e9, 1e-9)
+                self._drafting.measured_at_start(kind.seqs, kind.depth, seconds, min(verify, seconds))
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def launch(self, batch: Batch) -> None:
         """Launches one more step. The blocks of its requests must cover all that it may write."""

@@ -209,6 +209,14 @@ class Drafting:
         spare = [-1.0] * (self.proposer.plan.max_seqs - len(requests))
         return [*own.ravel().tolist(), *fair.tolist(), *spare, *worth.tolist()]
 
+    def measured_at_start(self, num: int, depth: int, seconds: float, verify: float) -> None:
+        """The time of a captured step of so many empty slots, and the part of it after drafting. Where steps are not
+        padded it says too little: rows of empty slots reach no expert."""
+        if self._pads and depth:
+            self._measured(num * (1 + depth), num, 1, verify, seconds - verify, num, depth)
+        elif self._pads:
+            self._measured(num, num, 1, seconds, 0.0, 0, 0)
+
     def learn_plain(self, requests: list[Request], seconds: float) -> None:
         """Records one step without drafts of a GPU. seconds: its time; 0 if it is not known."""
         if not self.budget:

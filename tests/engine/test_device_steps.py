@@ -119,6 +119,31 @@ def test_drafts_from_the_text_are_found_on_the_device(host: LLM, drafter: str) -
         assert all(sources[i]["ngram"][1] > 4 for i in (0, 2)), sources
 
 
+class Plain:
+    """Captured steps that are run."""
+
+    def __init__(self, run: Callable[[StepKind], torch.Tensor]) -> None:
+        self.replay = run
+
+
+def test_what_captured_steps_cost_is_known_before_the_first_request(
+    overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, drafting = device_steps(overlapped), overlapped.engine.drafting
+    monkeypatch.setattr(drafting, "_pads", True)
+    told = list[tuple[int, ...]]()
+    monkeypatch.setattr(drafting, "_measured", lambda tokens, num, longest, *rest: told.append((tokens, num, *rest)))
+    kinds = [StepKind(size, depth, False) for size in (1, 4) for depth in (0, 7)]
+    with torch.inference_mode():
+        steps.measure(Plain(steps.slots.step), kinds)  # type: ignore[arg-type]
+    assert {(tokens, num) for tokens, num, *_ in told} == {(1, 1), (8, 1), (4, 4), (32, 4)}
+    for tokens, num, verify, draft, drafting_for, depth in told:
+        assert verify > 0 and draft >= 0 and (drafting_for, depth) == ((0, 0) if tokens == num else (num, 7))
+    monkeypatch.setattr(drafting, "_pads", False)
+    drafting.measured_at_start(4, 7, 1.0, 0.5)
+    assert len(told) == 12, "where steps are not padded, empty slots say too little"
+
+
 class Clock:
     """Each look at it is a second after the last."""
 
