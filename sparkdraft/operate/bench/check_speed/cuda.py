@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ SMALLEST = smallest_format().name  # of the KV formats
 ROUNDS = 3
 ROOM = 512  # tokens of cache for each stream beyond its prompt and output
 UNKNOWN = Ceilings(1.0, None)  # a Bench needs ceilings; here they are measured beside each pass
+SAMPLED = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
 EMBEDDED = "smollm2"
 EMBEDDED_PROMPTS, EMBEDDED_LEN = 4, 128
 
@@ -70,18 +71,25 @@ class Setup:
         engine = random_engine(config, None if spec == "off" else drafter_shape(self.drafter, model))
         return Bench(engine, model, UNKNOWN, Acceptance(self.acceptance, self.drafts) if synthetic else None)
 
+    def asking(self, plain: Bench, params: SamplingParams) -> Bench:
+        """The same engine with other requests."""
+        return Bench(plain.engine, plain.model, UNKNOWN, None, params)
+
     def bandwidth(self) -> float:
         return memory_bandwidth(self.device, torch.get_num_threads())
 
 
 def short_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """Measure plain, paused and drafted steps at 1, 4 and 16 streams."""
+    """Measure plain, sampled, paused and drafted steps at 1, 4 and 16 streams."""
     most, tokens = 16, setup.prompt_len + setup.drafted_len
     samples: dict[str, Sample] = {}
     plain = setup.bench(most, tokens)
     kinds: dict[str, Callable[[], Bench]] = {
         "floor": lambda: plain,
+        "sampled": lambda: setup.asking(plain, SAMPLED),
+        "penalised": lambda: setup.asking(plain, replace(SAMPLED, presence_penalty=1.5)),
         "paused": lambda: setup.bench(most, tokens, spec="0"),
+        "wrong": lambda: setup.bench(most, tokens, spec="auto"),
         "drafted": lambda: setup.bench(most, tokens, spec=str(setup.drafts), synthetic=True),
     }
     for kind, make in kinds.items():
@@ -186,7 +194,8 @@ def _freed(measure: Measure, wanted: Names, progress: Progress) -> dict[str, Sam
 
 
 def groups(setup: Setup) -> tuple[Group, ...]:
-    kinds = {"floor": (1, 4, 16), "paused": (1, 16), "drafted": (1, 4, 16)}
+    kinds = {"floor": (1, 4, 16), "sampled": (1, 16), "penalised": (16,), "paused": (1, 16), "wrong": (16,)}
+    kinds |= {"drafted": (1, 4, 16)}
     short = tuple(for_streams(kind, n) for kind, counts in kinds.items() for n in counts)
     long = ("prompt-of-matmul", "floor-32000-tokens", f"{SMALLEST}-32000-tokens", f"{SMALLEST}-prompt")
     measures: dict[tuple[str, ...], Measure] = {
