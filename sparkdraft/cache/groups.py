@@ -94,7 +94,8 @@ def send_map(kept: Tensor, changes: Sequence[tuple[int, int]]) -> None:
     import torch
 
     if changes:
-        places, values = torch.tensor(changes, dtype=torch.int32).t().to(kept.device, non_blocking=True)
+        both = torch.tensor(changes, dtype=torch.int32, pin_memory=kept.is_cuda)
+        places, values = both.to(kept.device, non_blocking=True).t()
         kept[places.long()] = values
 
 

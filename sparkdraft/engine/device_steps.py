@@ -6,8 +6,8 @@ launch; ids past the end of a request are dropped. vLLM calls this async schedul
 
 A step without prompts is one CUDA graph. Prompt chunks run in the same pass as the slots. Short ones have graphs too,
 without drafts; long ones are launched operator by operator, because they keep a GPU busy. Where a request has a grammar
-or wants log-probabilities, the host adds them between the two halves of a step: the target runs while the host reads
-the drafts and finds the masks.
+or wants log-probabilities, the host adds them between the two halves of a step: without drafts the target runs while
+the host finds the masks; masks after drafts wait for it.
 """
 
 from __future__ import annotations
@@ -497,7 +497,10 @@ class DeviceSteps:
         return Asked(table, self._staged(which, torch.int32), scored)
 
     def _drafts_of(self, ran: Ran, launched: Launched) -> dict[Request, tuple[int, list[int]]]:
-        """Per request that decodes: its first row among the slots' rows, and its drafts. Waits until they are made."""
+        """Per request that decodes: its first row among the slots' rows, and its drafts. Waits for the target where
+        there are any."""
+        if ran.drafts is None:
+            return {request: (slot, []) for request, slot in launched.slot_of.items()}
         assert ran.rows is not None and ran.kept is not None
         columns = [ran.rows.query_start[:-1], ran.kept]
         table = torch.stack(columns, 1)

@@ -188,7 +188,9 @@ class Engine:
             if result.work.samples:
                 result.work.request.least_unread -= 1
                 result.work.request.most_unread -= 1 + result.work.most_drafts
-        read.results = [result for result in read.results if not result.work.request.finish]
+        kept = [result for result in read.results if not result.work.request.finish]
+        if len(kept) < len(read.results):  # it ran more requests than are left, so its time says nothing of them
+            read.results, read.seconds, read.verify_seconds = kept, 0.0, 0.0
         outputs: list[StepOutput] = []
         num_accepted = [0] * len(read.results)
         for i, result in enumerate(read.results):

@@ -376,7 +376,8 @@ class Slots:
         result, kept_slots = ops.accept_drafts(ran.drafts, samples, ran.kept, *state, rows, self._stamp, given)
         accepted = result[:, depth + 1]
         if kind.draws:
-            ops.count_ids(self.edits.tables.counts, self.edit_slots[:seqs], result[:, : depth + 1], accepted)
+            edited = self.edit_slots[:seqs].where(self.length[:seqs] > 0, -1)  # of empty slots nothing is counted
+            ops.count_ids(self.edits.tables.counts, edited, result[:, : depth + 1], accepted)
         if self.text is not None and before is not None:
             ops.append_text(self.text[:seqs], before, result[:, : depth + 1], accepted + 1)
         places = rows.places.long()

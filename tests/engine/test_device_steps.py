@@ -20,6 +20,7 @@ from sparkdraft.core import Batch, FinishReason, GrammarSpec, StepOutput
 from sparkdraft.engine import device_steps as device_steps_module
 from sparkdraft.engine.device_steps import RING
 from sparkdraft.engine.slots import StepKind
+from sparkdraft.kernels.ops import IN_PROMPT
 from sparkdraft.kernels.reference import accept_drafts, pack_rows
 from tests.fakes.steps import device_steps, on_device, on_host
 from tests.models.tiny import write_tiny
@@ -117,6 +118,21 @@ def test_drafts_from_the_text_are_found_on_the_device(host: LLM, drafter: str) -
         assert [r.completions[0].ids for r in found] == [r.completions[0].ids for r in expected]
         sources = [r.completions[0].speculation["sources"] for r in found]  # type: ignore[index]
         assert all(sources[i]["ngram"][1] > 4 for i in (0, 2)), sources
+
+
+def test_empty_slots_count_nothing(overlapped: LLM, watched: list[int]) -> None:
+    """When some requests have ended, others move to their slots, and steps are padded with the slots that they left."""
+    engine, penalised = overlapped.engine, SamplingParams(max_tokens=50, frequency_penalty=0.5, ignore_eos=True)
+    for i in range(5):
+        engine.add(overlapped.encode(TEXTS[i]), replace(penalised, max_tokens=6 if i < 2 else 50, num_draft=0), str(i))
+    while any(len(request.output_ids) < 40 for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    edits = engine.sampler.edits
+    for request in engine.scheduler.running:
+        counted = int((edits.tables.counts[edits._slots[request]] % IN_PROMPT).sum())
+        assert len(request.output_ids) <= counted <= len(request.output_ids) + request.most_unread
+    while engine.has_work:
+        engine.step()
 
 
 class Plain:
@@ -254,12 +270,14 @@ def test_penalties_biases_and_least_lengths_stay_on_the_device(
     kinds: list[dict[str, Any]] = [
         {},
         {"repetition_penalty": 1.3},
-        {"temperature": 0.8, "seed": 5, "presence_penalty": 1.5, "frequency_penalty": 0.4},
         {"min_tokens": 20, "logit_bias": {2: 100.0}},
-        {"temperature": 0.8, "seed": 6, "top_p": 0.9, "frequency_penalty": -0.3, "logit_bias": {260: -5.0}},
+        {"temperature": 0.8, "seed": 5, "frequency_penalty": -0.3},
+        {"temperature": 0.8, "seed": 6, "top_p": 0.9, "presence_penalty": 1.5, "logit_bias": {260: -5.0}},
     ]
+    # The first two end early: their slots are taken by others, and empty slots are run beside those.
     params = [
-        SamplingParams(max_tokens=30, num_draft=num_draft, ignore_eos=i != 3, **kind) for i, kind in enumerate(kinds)
+        SamplingParams(max_tokens=8 if i < 2 else 60, num_draft=num_draft, ignore_eos=i != 2, **kind)
+        for i, kind in enumerate(kinds)
     ]
     for _ in range(2):  # the second time in slots that the first one has used
         assert written(overlapped, params) == written(host, params)

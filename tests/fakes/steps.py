@@ -8,9 +8,14 @@ from sparkdraft.engine.host_steps import HostSteps
 
 
 def on_device(llm: LLM) -> LLM:
-    """The steps of a GPU. On a CPU they run uncaptured."""
+    """The steps of a GPU. On a CPU they run uncaptured, with the empty slots that captured steps have."""
     engine = llm.engine
-    engine.steps = DeviceSteps(engine.runner, engine.sampler, engine.drafting)
+    engine.steps = steps = DeviceSteps(engine.runner, engine.sampler, engine.drafting)
+
+    def padded(num_requests: int, depth: int = 0) -> int:
+        return next(size for size in (0, *steps._sizes(depth)) if size >= num_requests)
+
+    steps._size = padded  # type: ignore[method-assign]
     return llm
 
 
