@@ -13,7 +13,7 @@ the host finds the masks; masks after drafts wait for it.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor
 from sparkdraft.core import Batch, Request, Work
 from sparkdraft.engine.accept import NotFinite
 from sparkdraft.engine.drafting import Drafting, Outcome
-from sparkdraft.engine.graphs import Graphs, gpu_sizes
+from sparkdraft.engine.graphs import Graphs, gpu_sizes, packed_tokens
 from sparkdraft.engine.runner import Rows, Runner
 from sparkdraft.engine.sampler import Sampler, SampleRow, read_logprobs, staged
 from sparkdraft.engine.slots import Asked, Chunks, Ran, Sampled, Slots, StepKind
@@ -33,6 +33,7 @@ from sparkdraft.engine.steps import StepRead, StepResult
 from sparkdraft.text.grammar import GrammarState, Mask
 
 MEASURED = 3  # times that each captured step is timed at start
+OFTEN = 8  # a kind of step that is not captured is run once in so many times; else a larger one runs
 RING = 16  # plain steps after which the drafter observes their rows
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # tokens of prompts for which steps are captured
 PROMPTS = 4  # prompts in such a step, at most
@@ -51,7 +52,8 @@ class Launched:
     batch: Batch
     slot_of: dict[Request, int]  # of those that decode
     firsts: list[Work]  # prompts that end
-    depth: int  # of the graph
+    depth: int  # of the graph, as the next
+    rows: int
     # Whether its time is that of its kind: not if it was captured or launched while the device was idle.
     usual: bool
     scored: list[Request]  # whose log-probabilities are in 'scores', in this order
@@ -101,6 +103,7 @@ class DeviceSteps:
         most = runner.plan.max_seqs
         self._most_prompts, self._beside = min(PROMPTS, most), [*(n for n in BESIDE if n < most), most]
         self._ran: dict[StepKind | PromptKind, Ran] = {}  # of the halves that were captured
+        self._asked_for = Counter[StepKind]()  # kinds of steps that are not captured
 
     @property
     def num_unread(self) -> int:
@@ -131,9 +134,9 @@ class DeviceSteps:
             return
         most = self._runner.plan.max_step_tokens
         kinds = [
-            StepKind(size, depth, draws)
+            StepKind(size, depth, size * (1 + depth), draws)
             for depth in self._depths
-            for size in self._sizes(depth)
+            for size in gpu_sizes(self._runner.plan.max_seqs, depth > 0)
             for draws in (False, True)
             if size * (1 + depth) <= most
         ]
@@ -151,7 +154,7 @@ class DeviceSteps:
                 self._synchronize()
                 seconds = time.perf_counter() - begin
                 verify = max(float(result[0, kind.depth + 3]) / 1e9, 1e-9)
-                self._drafting.measured_at_start(kind.seqs, kind.depth, seconds, min(verify, seconds))
+                self._drafting.measured_at_start(kind.seqs, kind.depth, kind.rows, seconds, min(verify, seconds))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -166,14 +169,15 @@ class DeviceSteps:
         if (depth or prompts) and self._num_waiting:
             self.catch_up()
         self._send(batch, slot_of, joined)
-        kind = StepKind(self._size(len(slot_of), depth), depth, self._draws(slot_of, ends))
         captured = None if depth or not prompts else self._prompt_kind(prompts, len(slot_of))
-        if captured:
-            kind = kind._replace(seqs=captured.seqs)
-        usual = bool(self._unread)
-        launched = Launched(batch, slot_of, ends, depth, usual, [])
-        self._unread.append(launched)
         needs_host = any(self._needs_host(work) for work in batch.work)
+        size = captured.seqs if captured else self._size(len(slot_of), depth)
+        kind = StepKind(size, depth, size * (1 + depth), self._draws(slot_of, ends))
+        if depth and not needs_host:
+            kind = self._smaller(kind, sum(1 + work.most_drafts for work in batch.work if work.decodes), bool(prompts))
+        usual = bool(self._unread)
+        launched = Launched(batch, slot_of, ends, depth, kind.rows, usual, [])
+        self._unread.append(launched)
         if not prompts and not needs_host:
             self._launch_captured(kind, launched)
         else:
@@ -214,7 +218,7 @@ class DeviceSteps:
         if any(not r.ids and not r.work.request.finish for r in results if r.work.samples):
             raise NotFinite
         # A step that seems shorter than its verification was read late after the one before: its parts are not known.
-        return StepRead(launched.batch, results, seconds, verify if verify < seconds else 0.0)
+        return StepRead(launched.batch, results, seconds, verify if verify < seconds else 0.0, launched.rows)
 
     def learn(self, read: StepRead, num_accepted: Sequence[int]) -> None:
         alone = read.batch.decodes
@@ -229,7 +233,7 @@ class DeviceSteps:
             for r, accepted in zip(read.results, num_accepted, strict=True)
             if r.work.decodes
         ]
-        self._drafting.learn_overlapped(steps, read.seconds * alone, read.verify_seconds * alone)
+        self._drafting.learn_overlapped(steps, read.rows, read.seconds * alone, read.verify_seconds * alone)
 
     def forget(self, request: Request) -> None:
         self._sampler.forget(request)
@@ -403,7 +407,7 @@ class DeviceSteps:
         inputs, none = self._runner.inputs, torch.empty(0, dtype=torch.int64, device=self._device)
         view = inputs.view(self._most_prompts, kind.rows, self._runner.plan.max_model_len)
         parts = inputs.token_ids[: kind.rows], inputs.positions[: kind.rows], inputs.slots[: kind.rows]
-        ran = self.slots.forward(StepKind(kind.seqs, 0, False), Chunks(*parts, view, none, none))
+        ran = self.slots.forward(StepKind(kind.seqs, 0, kind.seqs, False), Chunks(*parts, view, none, none))
         self._ran[kind] = ran
         return ran.residual
 
@@ -444,12 +448,17 @@ class DeviceSteps:
         empty."""
         if not self._steps or not num_requests:
             return num_requests
-        return next(size for size in self._sizes(depth) if size >= num_requests)
+        sizes = gpu_sizes(self._runner.plan.max_seqs, depth > 0)
+        return next(size for size in sizes if size >= num_requests)
 
-    def _sizes(self, depth: int) -> list[int]:
-        """Numbers of slots for which steps of this depth are captured: fewer where there is one more for each depth."""
-        most = self._runner.plan.max_seqs
-        return [*(1 << n for n in range((most - 1).bit_length())), most] if depth else gpu_sizes(most)
+    def _smaller(self, kind: StepKind, tokens: int, has_prompts: bool) -> StepKind:
+        """The step that runs no more than these tokens need. Beside prompts it is not captured; else a kind is run, and
+        then captured, once in OFTEN times that it is asked for, because few of them come up."""
+        smaller = kind._replace(rows=int(packed_tokens(tokens, kind.rows)))
+        if has_prompts or self._steps is None or smaller in self._steps:
+            return smaller
+        self._asked_for[smaller] += 1
+        return kind if self._asked_for[smaller] % OFTEN else smaller
 
     def _staged(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return staged(values, dtype, self._device)

@@ -17,13 +17,14 @@ import numpy as np
 
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Work
 from sparkdraft.drafters.ngram import NGRAM_DEPTH, NgramIndex
+from sparkdraft.engine.graphs import gpu_sizes, packed_tokens
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.kernels.ops import WIDEST
 from sparkdraft.speculation.budget import Budget, depth_choices
 from sparkdraft.speculation.costs import Bucket, Reads, bucket_of
 from sparkdraft.speculation.stats import SpecStats
-from sparkdraft.speculation.survival import Floats, Kind
+from sparkdraft.speculation.survival import Floats, Ints, Kind
 
 # The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False), which is the embedded
 # drafter's mean (docs/numbers/drafting.md). Starting to draft in vain costs 1 %, starting paused up to a quarter.
@@ -105,11 +106,11 @@ class Drafting:
         ]
         # On a GPU a step is one graph of all requests, whoever drafts.
         for_all = proposer is not None and proposer.device.type != "cpu"
-        # Where its drafts are not cut, all of their tokens are run.
-        self._pads = for_all and not self.cuts
         self.budget = None
         if sources:
-            self.budget = Budget(self.max_depth, kinds, depths or self.choices, reads, chain, for_all, self._pads)
+            # Where drafts are cut, the tokens that are left decide what a step costs: no expert is read for others.
+            runs = self._runs if for_all and not self.cuts else None
+            self.budget = Budget(self.max_depth, kinds, depths or self.choices, reads, chain, for_all, runs)
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
@@ -209,13 +210,19 @@ class Drafting:
         spare = [-1.0] * (self.proposer.plan.max_seqs - len(requests))
         return [*own.ravel().tolist(), *fair.tolist(), *spare, *worth.tolist()]
 
-    def measured_at_start(self, num: int, depth: int, seconds: float, verify: float) -> None:
-        """The time of a captured step of so many empty slots, and the part of it after drafting. Where steps are not
-        padded it says too little: rows of empty slots reach no expert."""
-        if self._pads and depth:
-            self._measured(num * (1 + depth), num, 1, verify, seconds - verify, num, depth)
-        elif self._pads:
-            self._measured(num, num, 1, seconds, 0.0, 0, 0)
+    def _runs(self, num: int, depth: Ints, tokens: Floats) -> Floats:
+        """The tokens that a step of a GPU runs for so many requests at a depth, of those that it packs."""
+        assert self.proposer
+        slots = next(size for size in gpu_sizes(self.proposer.plan.max_seqs, drafting=True) if size >= num)
+        return np.asarray(packed_tokens(tokens, np.maximum(slots * (1 + depth), tokens)))
+
+    def measured_at_start(self, num: int, depth: int, rows: int, seconds: float, verify: float) -> None:
+        """The time of a captured step of so many empty slots, and the part of it after drafting. Of a model with
+        experts it says too little: rows of empty slots reach none."""
+        if self.has_experts or not self.budget:
+            return
+        draft = seconds - verify if depth else 0.0
+        self._measured(rows, num, 1, seconds - draft, draft, num * bool(depth), depth)
 
     def learn_plain(self, requests: list[Request], seconds: float) -> None:
         """Records one step without drafts of a GPU. seconds: its time; 0 if it is not known."""
@@ -228,9 +235,9 @@ class Drafting:
             if self._wants_plain(contexts):
                 self._measured(len(requests), len(requests), max(contexts), seconds, 0.0, 0, 0)
 
-    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float, extra: int = 0) -> None:
-        """Records one overlapped step, in which only the model drafts. seconds: its time; verify: the part of it after
-        drafting. Each is 0 if it is not known. extra: its tokens beside those of these requests, such as a prompt's."""
+    def learn_overlapped(self, steps: list[Outcome], rows: int, seconds: float, verify: float) -> None:
+        """Records one drafted step of a GPU. rows: the tokens that it ran. seconds: its time; verify: the part of it
+        after drafting. Each is 0 if it is not known."""
         if not self.budget:
             return
         cut = [step for step in steps if step.gaps and step.source == self.model and self._asked(step.request) is None]
@@ -245,13 +252,10 @@ class Drafting:
                 draft = seconds - verify if verify else 0.0
                 stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
         self._learn([(s.request, s.source, s.verified, s.accepted) for s in steps if s.drafted])
-        if seconds:
-            self._measured_overlapped(steps, seconds, verify, extra)
-
-    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float, extra: int) -> None:
-        longest, block = max(s.request.num_tokens for s in steps), max(s.drafted for s in steps)
         if verify:  # without its parts the time of drafting would be taken for that of verifying
-            tokens = (len(steps) * (1 + block) if self._pads else sum(1 + s.verified for s in steps)) + extra
+            longest, deepest = max(s.request.num_tokens for s in steps), max(s.drafted for s in steps)
+            block = next(depth for depth in self.choices if depth >= deepest)
+            tokens = sum(1 + s.verified for s in steps) if self.cuts else rows
             drafting = len(steps) if self.proposer else 0  # the pass is one of all requests
             self._measured(tokens, len(steps), longest, verify, seconds - verify, drafting, block)
 

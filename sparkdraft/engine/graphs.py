@@ -18,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import ArrayLike
 from torch import OutOfMemoryError, Tensor
 
 from sparkdraft.kernels.ops import CapturedStep, Ops
@@ -133,7 +135,19 @@ class Graphs(Generic[Key]):
             shapes.popitem(last=False)
 
 
-def gpu_sizes(max_seqs: int) -> list[int]:
-    """1, 2, 4, then every 8th, up to max_seqs."""
+# Tokens of drafted steps: a GPU multiplies up to 16 in the time of one.
+_PACKED = np.array([16 * part << octave for octave in range(16) for part in (2, 3)]) // 2
+
+
+def packed_tokens(tokens: ArrayLike, most: ArrayLike) -> Any:
+    """The tokens that a captured step runs, of the few numbers for which there are graphs: enough for these, and no
+    more than 'most', which is one for each slot and for each of its drafts."""
+    return np.minimum(_PACKED[np.searchsorted(_PACKED, tokens)], most)
+
+
+def gpu_sizes(max_seqs: int, drafting: bool = False) -> list[int]:
+    """1, 2, 4, then every 8th, up to max_seqs; powers of two for steps that draft, of which there are more kinds."""
+    if drafting:
+        return [*(1 << n for n in range((max_seqs - 1).bit_length())), max_seqs]
     sizes = [b for b in (1, 2, 4) if b < max_seqs] + list(range(8, max_seqs, 8))
     return [*sizes, max_seqs]

@@ -5,12 +5,12 @@ passes through the host, so a step can be captured as a whole and launched befor
 engine/device_steps.py decides which request has which slot, and when.
 
     a slot            token, the last committed id, at position length - 1: the anchor of the next step
-    rows of a step    | prompt chunks | token | draft 1 | ... | draft kept | token ... |     slot after slot
+    rows of a step    | prompt chunks | token | draft 1 | ... | draft kept | token ... | padding |   slot after slot
     after it          length grows by 1 + accepted; rows behind the accepted ones are overwritten by the next step
 
-The number of rows of a captured step is fixed, and how many of them are alive is decided on the device: a slot keeps as
-many drafts as the host asked for, or fewer where the drafter is not sure enough of them (`cut`). Rows that are not kept
-are dead (kernels/reference/stepping.py): they write nothing, attend to nothing and reach no expert.
+The number of rows of a captured step is fixed and holds the drafts that the host asked for, however they are spread
+over the slots. Where the drafter is not sure enough of a draft the device drops it (`cut`), and what is left is padding
+(kernels/reference/stepping.py): it writes nothing, attends to nothing and reaches no expert.
 
 A step has two halves: `forward` drafts and runs the target, `finish` samples, accepts and observes. Prompt chunks lie
 in front of the slots' rows in the same pass. The chunk that ends a prompt samples the request's first id and fills its
@@ -52,7 +52,8 @@ class StepKind(NamedTuple):
     """What a graph is made for; everything else is read on the device."""
 
     seqs: int
-    depth: int
+    depth: int  # drafts that are made for each slot
+    rows: int  # last ids and drafts to verify, with padding
     draws: bool  # whether any slot samples or edits its logits, in whatever way
 
 
@@ -176,7 +177,7 @@ class Slots:
         tables, rows = self.tables[:seqs], None
         if seqs:
             length, token = self.length[:seqs], self.token[:seqs]
-            rows = model.ops.pack_rows(length, tables, token, drafts, kept, plan.block_size, self._stamp)
+            rows = model.ops.pack_rows(length, tables, token, drafts, kept, plan.block_size, self._stamp, kind.rows)
             view = AttentionView(rows.query_start, rows.context_len, tables, 1 + depth, plan.max_model_len)
             parts = rows.ids, rows.positions, rows.slots
         first = order = None
@@ -381,6 +382,8 @@ class Slots:
         if self.text is not None and before is not None:
             ops.append_text(self.text[:seqs], before, result[:, : depth + 1], accepted + 1)
         places = rows.places.long()
+        if kind.rows < places.numel():
+            places = places.clamp(max=kind.rows - 1)  # those without a row are not read
         if self.chain:  # the row of the last accepted draft
             assert ran.aux_hidden is not None
             self.hidden[:seqs] = ran.aux_hidden[first + places.gather(1, accepted.long().unsqueeze(1)).squeeze(1)]

@@ -38,6 +38,7 @@ class StepRead:
     results: list[StepResult]
     seconds: float = 0.0
     verify_seconds: float = 0.0  # the part of it after drafting
+    rows: int = 0  # last ids and drafts, with padding, where a device runs them
 
 
 class Steps(Protocol):

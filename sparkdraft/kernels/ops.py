@@ -193,13 +193,13 @@ class DraftTerms(NamedTuple):
 class PackedRows(NamedTuple):
     """The rows of a step of all sequences, then padding."""
 
-    ids: Tensor  # int32 [seqs * width], as are the next three
+    ids: Tensor  # int32 [room], as are the next three
     positions: Tensor
     slots: Tensor  # -1: padding, or past the last block
     seq_of: Tensor  # the sequence of each row, also of padding
     context_len: Tensor  # int32 [seqs]: keys that a sequence's last row sees
     query_start: Tensor  # int32 [seqs + 1]
-    places: Tensor  # int32 [seqs, width]: the row of each column of each sequence
+    places: Tensor  # int32 [seqs, width]: the row of each column of each sequence; from 'room' on there is none
 
 
 IN_PROMPT = 1 << 30  # stands in EditedSlots.counts beside how often an id was written
@@ -581,13 +581,14 @@ class Ops(KeepsWeights, Protocol):
         kept: Tensor,  # int32 [seqs]: drafts of a sequence that are verified, at most 'depth'
         block_size: int,
         stamp: Tensor,  # int64 [1], written: the time in nanoseconds
+        room: int | None = None,  # rows of the step, which must hold all drafts that are kept; None: seqs * (depth + 1)
     ) -> PackedRows:
         """The target's rows of all sequences without the drafts that were cut, then padding."""
 
     def accept_drafts(
         self,
         drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
-        samples: Tensor,  # integers [seqs * (depth + 1)]: the target's sample in each row
+        samples: Tensor,  # integers [room]: the target's sample in each row
         kept: Tensor,  # int32 [seqs]: as in `pack_rows`
         length: Tensor,  # int32 [seqs], changed in place, as are the next two
         token: Tensor,
@@ -595,11 +596,11 @@ class Ops(KeepsWeights, Protocol):
         rows: PackedRows,
         stamp: Tensor,  # int64 [1], from `pack_rows`
         accepted: Tensor | None = None,  # integers [seqs]: accepted drafts, where the samples do not decide
-    ) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 4], int32 [seqs * (depth + 1)]
+    ) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 4], int32 [room]
         """Accepts drafts that equal the samples and advances the sequences.
 
-        Returns per sequence the samples, the numbers of accepted and of verified drafts, and nanoseconds since the
-        stamp; per row the slot, if the row is now committed, else -1.
+        Returns per sequence the samples (0 where a column has no row), the numbers of accepted and of verified drafts,
+        and nanoseconds since the stamp; per row the slot, if the row is now committed, else -1.
         """
 
     def sampled_rows(

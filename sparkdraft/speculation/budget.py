@@ -17,7 +17,7 @@ that gets BUDGET of every step: a drafter that is always wrong costs that share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -57,6 +57,10 @@ def depth_choices(
     return sorted({0, *(chosen or doubling), max_depth, fixed or 0})
 
 
+# The tokens that a step runs, of so many requests and the deepest of them, for those that it packs.
+Runs = Callable[[int, Ints, Floats], Floats]
+
+
 class Batch:
     """The step of the last choice, and what its tokens cost."""
 
@@ -77,11 +81,12 @@ class Budget:
         reads: Reads = lambda rows: 1.0,
         chain: bool = False,
         drafts_for_all: bool = False,
-        pads: bool = False,
+        runs: Runs | None = None,
     ) -> None:
         """depths: those to choose from, 0 among them; none: all up to max_depth. reads, chain: as CostTable has them.
-        drafts_for_all: the drafter's pass is one of all requests, whoever drafts. pads: a step runs as many tokens of
-        every request as of the one that drafts most."""
+        drafts_for_all: the drafter's pass is one of all requests, whoever drafts. runs: the tokens that a step runs for
+        those that it packs, if there are steps for some numbers of tokens only; then requests draft to any depth beside
+        the deepest."""
         assert max_depth >= 1 and all(0 < kind.start < 1 for kind in kinds), f"max_depth {max_depth}, {kinds}"
         self.max_depth = max_depth
         self.depths = np.array(list(depths) or range(max_depth + 1))[1:]
@@ -90,7 +95,8 @@ class Budget:
         self.balance, self.clock = CREDIT, 0
         self._probes = [d for d in self.depths.tolist() if d <= MAX_PROBE] or self.depths[:1].tolist()
         self._by_model = np.array([kind.by_model for kind in kinds])
-        self._for_all, self._pads = drafts_for_all, pads
+        self._for_all, self._runs = drafts_for_all, runs
+        self._each = np.arange(1, max_depth + 1) if runs else self.depths  # depths of one request beside others
         self._positions = np.arange(max_depth)
         self._rests = Rests(0)
         # The last choice, which holds for this batch until then: text and costs change slowly.
@@ -160,8 +166,8 @@ class Budget:
         passes = self.costs.drafting(bucket, num if self._for_all else drafting, self.depths, plain)
         if not self._by_model.any():
             passes = np.zeros(1)
-        rows = (num if self._pads else drafting) * self.depths
-        seconds = passes + self.costs.at(bucket).verify.at(num + extra + rows)
+        packed = self._packed(num, num + 1.0 * drafting * self.depths, self.depths)
+        seconds = passes + self.costs.at(bucket).verify.at(extra + packed)
         return bool(((num + drafting * gained) * plain > num * seconds).any())
 
     def _best(self, slots: Ints, batch: Batch) -> Ints:
@@ -178,7 +184,7 @@ class Budget:
         rate, floor = max(rates.flat[best], batch.rate), np.where(cut, border, 0.0)[:, None, None]
 
         # What each request brings beyond what the border asks for, and whether that pays for its own part of the pass.
-        choices = self.depths[: most + 1]
+        choices = self._each[self._each <= self.depths[most]]
         whole = expected[:, 0].cumsum(1)[:, choices - 1] - border * choices
         over = (each * np.maximum(expected[:, :, : choices[-1]] - border, 0.0)).sum((1, 2))
         gain = np.where(cut, over, whole.max(1))
@@ -206,13 +212,21 @@ class Budget:
 
     def _before(self, batch: Batch, depths: Ints, by_model: Ints) -> Floats:
         """The seconds before verifying of steps in which requests draft to these depths, [steps, requests]."""
-        drafting, deepest = ((depths > 0) & by_model).sum(1), (depths * by_model).max(1)
+        drafting, deepest = ((depths > 0) & by_model).sum(1), self._ran((depths * by_model).max(1))
         passes = batch.costs.drafting(batch.bucket, batch.num if self._for_all else drafting, deepest, batch.plain)
         return np.where(drafting > 0, passes, batch.before)
 
     def _verifying(self, batch: Batch, drafts: Floats, deepest: Ints) -> Floats:
         """The seconds of verifying steps with so many drafts in all, and so many of the request with most."""
-        return batch.verify.at(batch.tokens + (batch.num * deepest if self._pads else drafts))
+        return batch.verify.at(batch.tokens - batch.num + self._packed(batch.num, batch.num + drafts, deepest))
+
+    def _packed(self, num: int, tokens: Floats, deepest: Ints) -> Floats:
+        """The tokens that a step of these requests runs."""
+        return tokens if self._runs is None else np.where(deepest, self._runs(num, self._ran(deepest), tokens), tokens)
+
+    def _ran(self, deepest: Ints) -> Ints:
+        """The depth of a step whose deepest request drafts this."""
+        return np.asarray(np.append(0, self.depths)[self.depths.searchsorted(deepest) + (deepest > 0)])
 
     def _passes(self, batch: Batch, drafting: int) -> Floats:
         """By depth of choice, the seconds before verifying if so many requests are drafted for."""

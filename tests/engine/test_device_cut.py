@@ -75,10 +75,10 @@ def outcomes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Outcome
     drafting, seen = llm.engine.drafting, list[Outcome]()
     learn = drafting.learn_overlapped
 
-    def watched(steps: list[Outcome], seconds: float, verify: float, *rest: Any) -> None:
+    def watched(steps: list[Outcome], rows: int, seconds: float, verify: float) -> None:
         assert 0 <= verify <= seconds or not seconds
         seen.extend(steps)
-        learn(steps, seconds, verify, *rest)
+        learn(steps, rows, seconds, verify)
 
     monkeypatch.setattr(drafting, "learn_overlapped", watched)
     yield seen
@@ -128,7 +128,7 @@ def test_a_part_that_is_longer_than_the_step_is_not_believed(
 ) -> None:
     steps = device_steps(llm)
     work = Work(Request("x", 0, [1], SamplingParams(), 0, 8), 0, 1, True, most_drafts=1)
-    step = Launched(Batch([work]), {work.request: 0}, [], 1, True, [])
+    step = Launched(Batch([work]), {work.request: 0}, [], 1, 2, True, [])
     step.slots = torch.tensor([[7, 8, 0, 1, int(verify * 1e9), 0]], dtype=torch.int32)
     monkeypatch.setattr(steps, "_unread", deque([step]))
     monkeypatch.setattr(steps, "_read_at", time.perf_counter() - took)

@@ -18,8 +18,8 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import Batch, FinishReason, GrammarSpec, StepOutput
 from sparkdraft.engine import device_steps as device_steps_module
-from sparkdraft.engine.device_steps import RING
-from sparkdraft.engine.slots import StepKind
+from sparkdraft.engine.device_steps import OFTEN, RING
+from sparkdraft.engine.slots import Chunks, Ran, StepKind
 from sparkdraft.kernels.ops import IN_PROMPT
 from sparkdraft.kernels.reference import accept_drafts, pack_rows
 from tests.fakes.steps import device_steps, on_device, on_host
@@ -135,6 +135,44 @@ def test_empty_slots_count_nothing(overlapped: LLM, watched: list[int]) -> None:
         engine.step()
 
 
+def test_a_step_runs_hardly_more_tokens_than_it_packs(
+    overlapped: LLM, host: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve drafts of one request do not make the others run twelve rows too; and the text is the same."""
+    steps, ran = device_steps(overlapped), list[tuple[StepKind, int]]()
+    forward = steps.slots.forward
+
+    def packed(kind: StepKind, chunks: Chunks | None = None) -> Ran:
+        found = forward(kind, chunks)
+        if found.rows:
+            ran.append((kind, int(found.rows.query_start[-1])))
+        return found
+
+    monkeypatch.setattr(steps.slots, "forward", packed)
+    depths = (12, 0, 3, 0, 1)
+    params = [SamplingParams(max_tokens=30, num_draft=depth, ignore_eos=True, seed=7) for depth in depths]
+    assert written(overlapped, params) == written(host, params)
+    drafted = [(kind, tokens) for kind, tokens in ran if kind.depth == 15]
+    assert drafted and all(tokens <= kind.rows <= max(16, 1.5 * tokens) for kind, tokens in drafted)
+    assert any(2 * kind.rows < kind.seqs * (1 + kind.depth) for kind, _ in drafted)
+
+
+def test_a_step_of_fewer_tokens_is_captured_if_it_comes_up_often(
+    overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, whole = device_steps(overlapped), StepKind(16, 15, 256, False)
+    captured = {whole}
+    monkeypatch.setattr(steps, "_steps", captured)
+    asked = [steps._smaller(whole, tokens, has_prompts=False).rows for tokens in [40] * OFTEN]
+    assert asked == [256] * (OFTEN - 1) + [48]
+    captured.add(whole._replace(rows=48))
+    assert steps._smaller(whole, 33, has_prompts=False).rows == 48
+    assert steps._smaller(whole, 70, has_prompts=False).rows == 256
+    assert steps._smaller(whole, 70, has_prompts=True).rows == 96, "what is not captured can be of any size"
+    few = StepKind(2, 3, 8, False)
+    assert steps._smaller(few, 3, has_prompts=False) == few, "up to 16 tokens take the time of one"
+
+
 class Plain:
     """Captured steps that are run."""
 
@@ -146,18 +184,17 @@ def test_what_captured_steps_cost_is_known_before_the_first_request(
     overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, drafting = device_steps(overlapped), overlapped.engine.drafting
-    monkeypatch.setattr(drafting, "_pads", True)
     told = list[tuple[int, ...]]()
     monkeypatch.setattr(drafting, "_measured", lambda tokens, num, longest, *rest: told.append((tokens, num, *rest)))
-    kinds = [StepKind(size, depth, False) for size in (1, 4) for depth in (0, 7)]
+    kinds = [StepKind(size, depth, size * (1 + depth), False) for size in (1, 4) for depth in (0, 7)]
     with torch.inference_mode():
         steps.measure(Plain(steps.slots.step), kinds)  # type: ignore[arg-type]
     assert {(tokens, num) for tokens, num, *_ in told} == {(1, 1), (8, 1), (4, 4), (32, 4)}
     for tokens, num, verify, draft, drafting_for, depth in told:
         assert verify > 0 and draft >= 0 and (drafting_for, depth) == ((0, 0) if tokens == num else (num, 7))
-    monkeypatch.setattr(drafting, "_pads", False)
-    drafting.measured_at_start(4, 7, 1.0, 0.5)
-    assert len(told) == 12, "where steps are not padded, empty slots say too little"
+    monkeypatch.setattr(drafting, "has_experts", True)
+    drafting.measured_at_start(4, 7, 32, 1.0, 0.5)
+    assert len(told) == 12, "empty slots reach no expert"
 
 
 class Clock:
@@ -212,7 +249,9 @@ def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
     steps = SlowToRecord(device.slots.step, clock)
     monkeypatch.setattr(device, "_steps", steps)
     monkeypatch.setattr(device_steps_module, "time", clock)
-    monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, seconds, *rest: seen.append((steps[0][1], seconds)))
+    monkeypatch.setattr(
+        drafting, "learn_overlapped", lambda steps, rows, seconds, *_: seen.append((steps[0][1], seconds))
+    )
     monkeypatch.setattr(drafting, "learn_plain", lambda requests, seconds: seen.append((0, seconds)))
     depths = iter([0, 0, 0, 0, 3, 3, 3, 0, 3, 3] + [0] * 99)
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, next(depths)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sparkdraft import LLM
 from sparkdraft.engine.device_steps import DeviceSteps
+from sparkdraft.engine.graphs import gpu_sizes
 from sparkdraft.engine.host_steps import HostSteps
 
 
@@ -13,7 +14,8 @@ def on_device(llm: LLM) -> LLM:
     engine.steps = steps = DeviceSteps(engine.runner, engine.sampler, engine.drafting)
 
     def padded(num_requests: int, depth: int = 0) -> int:
-        return next(size for size in (0, *steps._sizes(depth)) if size >= num_requests)
+        sizes = gpu_sizes(engine.runner.plan.max_seqs, depth > 0)
+        return next(size for size in (0, *sizes) if size >= num_requests)
 
     steps._size = padded  # type: ignore[method-assign]
     return llm

@@ -193,12 +193,15 @@ def test_rows_are_packed_and_drafts_accepted(depth: int) -> None:
         accepted = some(seqs, 0, depth).long() if case % 4 == 3 else None
         tables = some(seqs * (blocks + 3), 0, 10**5).view(seqs, -1)[:, :blocks]
         length = some(seqs + 2, 1, blocks * size) * some(seqs + 2, 0, 1)
+        needed = int(((1 + kept.clamp(max=depth)) * (length[:seqs] > 0)).sum())
+        room = rng.choice([None, rng.randint(max(needed, 1), seqs * (depth + 1)), max(needed, 1)])
+        samples = samples[:room]
         lanes = [length, some(seqs + 2, 0, 9), some(seqs + 2, 0, 9)]  # more lanes than take part
         wanted = [t.clone() for t in lanes]
         packed = []
         for ops, state in ((cuda, lanes), (reference, wanted)):
             mine = [t[:seqs] for t in state]
-            rows = ops.pack_rows(mine[0], tables, mine[1], drafts, kept, size, STAMP)
+            rows = ops.pack_rows(mine[0], tables, mine[1], drafts, kept, size, STAMP, room)
             result, slots = ops.accept_drafts(drafts, samples, kept, *mine, rows, STAMP, accepted)
             packed.append([*rows, result[:, :-1], slots, *state])
         assert all(t.dtype == torch.int32 for t in packed[0])

@@ -64,7 +64,9 @@ def test_pack_rows_is_what_a_loop_does() -> None:
         kept = [rng.randint(0, depth + 2) for _ in range(seqs)]  # more than there are: all
         stamp = torch.zeros(1, dtype=torch.int64)
         given = torch.tensor(drafts, dtype=(torch.int32, torch.int64)[case % 2]) if depth else None
-        rows = reference.pack_rows(int32(length), int32(tables), int32(token), given, int32(kept), size, stamp)
+        needed = sum(min(1 + n, 1 + depth) for n, written in zip(kept, length, strict=True) if written)
+        room = rng.randint(max(needed, 1), seqs * (1 + depth)) if case % 3 else None
+        rows = reference.pack_rows(int32(length), int32(tables), int32(token), given, int32(kept), size, stamp, room)
         assert all(t.dtype == torch.int32 for t in rows) and stamp.item() > 0
         live, dead, starts, contexts = [], [], [0], []
         for lane, written in enumerate(length):
@@ -77,7 +79,7 @@ def test_pack_rows_is_what_a_loop_does() -> None:
             starts.append(starts[-1] + alive)
             contexts.append(written - 1 + alive if written else 0)
         found = list(zip(*(t.tolist() for t in rows[:4]), strict=True))
-        assert found == [row[:4] for row in live + dead]
+        assert found == [row[:4] for row in live + dead][:room]
         assert rows.query_start.tolist() == starts and rows.context_len.tolist() == contexts
         assert [rows.places[where].item() for *_, where in live + dead] == list(range(seqs * (1 + depth)))
 
@@ -94,21 +96,26 @@ def test_accept_drafts_is_what_a_loop_does() -> None:
         lanes, stamp = [int32(x) for x in (length, [-7] * seqs, [-8] * seqs)], torch.zeros(1, dtype=torch.int64)
         verified = int32(drafts) if depth else None
         tables = int32([[2 * lane, 2 * lane + 1] for lane in range(seqs)])
-        rows = reference.pack_rows(lanes[0], tables, lanes[1], verified, int32(kept), 32, stamp)
+        needed = sum(1 + n for n, written in zip(kept, length, strict=True) if written)
+        room = rng.randint(max(needed, 1), len(samples)) if case % 2 else len(samples)
+        samples = samples[:room]
+        rows = reference.pack_rows(lanes[0], tables, lanes[1], verified, int32(kept), 32, stamp, room)
         result, kept_slots = reference.accept_drafts(
             verified, int32(samples), int32(kept), *lanes, rows, stamp, None if given is None else torch.tensor(given)
         )
         assert result.dtype == kept_slots.dtype == torch.int32 and result[:, -1].min() > 0
         for lane in range(seqs):
             places = rows.places[lane].tolist()
-            own = [samples[place] for place in places]
+            own = [samples[place] if place < room else 0 for place in places]
             count = 0
             while count < depth and drafts[lane][count] == own[count]:
                 count += 1
             count = min(count if given is None else given[lane], kept[lane])
             assert result[lane, :-1].tolist() == [*own, count, kept[lane]]
-            slots = [rows.slots[place].item() if i <= count else -1 for i, place in enumerate(places)]
-            assert [kept_slots[place].item() for place in places] == slots
+            assert all(place < room for place in places[: count + 1]) or not length[lane]
+            inside = [(i, place) for i, place in enumerate(places) if place < room]
+            slots = [rows.slots[place].item() if i <= count else -1 for i, place in inside]
+            assert [kept_slots[place].item() for _, place in inside] == slots
             now = [t[lane].item() for t in lanes]
             alive = length[lane] > 0
             seen = -8 if not depth else length[lane] + count if alive else 0

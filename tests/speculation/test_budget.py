@@ -13,7 +13,7 @@ import pytest
 from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.speculation.budget import Budget
 from sparkdraft.speculation.costs import Reads
-from sparkdraft.speculation.survival import Kind
+from sparkdraft.speculation.survival import Floats, Ints, Kind
 from tests.fakes.counting import calls_made
 from tests.operate.forecast.described import DESCRIBED
 from tests.speculation.machines import (
@@ -336,19 +336,25 @@ def test_the_drafts_that_are_admitted_are_worth_most(seed: int) -> None:
     assert taken > best - 0.03 * max(best, 1.0)
 
 
-def test_where_steps_are_padded_one_request_does_not_make_all_pay() -> None:
-    """On a GPU, fifteen tokens of one request are run for each of the others too."""
+def test_in_steps_of_few_sizes_each_request_drafts_as_deep_as_its_text_is_worth() -> None:
+    """One sure request does not make others draft, unless the step has room for them in any case."""
     chosen = {}
-    for pads in (False, True):
-        made = Budget(15, [Kind(0.1, False, False, False)], [0, 1, 3, 7, 15], pads=pads)
+    for size in (16, 64):
+
+        def runs(num: int, depth: Ints, tokens: Floats, size: int = size) -> Floats:
+            return np.asarray(size * np.ceil(tokens / size))
+
+        made = Budget(15, [Kind(0.1, False, False, False)], [0, 1, 3, 7, 15], runs=runs)
         slots = [made.open(0) for _ in range(16)]
-        for tokens in (16, 32, 64, 128, 256):
+        for tokens in (16, 32, 48, 64, 128, 256):
             for _ in range(20):
-                made.measured(tokens, 16, 100, 1e-3 * (1 + (tokens - 16) / 48), 0.0)
-        for _ in range(12):
-            made.choose(slots, 100)
-            made.record([slots[0]], [15], [15])
-            made.record(slots[1:], [3] * 15, [0] * 15)
-        chosen[pads] = made.choose(slots, 100)
-    assert chosen[False][0] == 15 and not any(chosen[False][1:])
-    assert chosen[True][0] <= 1, "but for a probe"
+                made.measured(tokens, 16, 100, 1e-3 * (1 + (tokens - 16) / 144), 0.0)
+        right = [15, *[0] * 12, 2, 2, 2]
+        steps = list[list[int]]()
+        for _ in range(60):
+            steps.append(made.choose(slots, 100))
+            made.record(slots, steps[-1], [min(pair) for pair in zip(steps[-1], right, strict=True)])
+        chosen[size] = [median(depths) for depths in zip(*steps[-20:], strict=True)]
+    assert chosen[16] == [15, *[0] * 12, 2, 2, 2], "what was accepted, and no more"
+    assert all(mine >= beside for mine, beside in zip(chosen[64], chosen[16], strict=True))
+    assert sum(chosen[64]) > 30, "the room of 64 tokens is used"

@@ -5,7 +5,7 @@ front of the step. Behind them is padding: it belongs to no sequence and has slo
 routes for it.
 
     columns    | seq 0: token d1 d2 d3 | seq 1: token d1 d2 d3 |       width 4; seq 0 keeps 1 draft, seq 1 keeps 2
-    rows       | token d1 | token d1 d2 | padding |                    query_start 0, 2, 5
+    rows       | token d1 | token d1 d2 | padding |                    query_start 0, 2, 5; room 6: one row of padding
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ def make_rows(
 
 
 def pack_rows(
-    length: Tensor, tables: Tensor, token: Tensor, drafts: Tensor | None, kept: Tensor, block_size: int, stamp: Tensor
+    length: Tensor,
+    tables: Tensor,
+    token: Tensor,
+    drafts: Tensor | None,
+    kept: Tensor,
+    block_size: int,
+    stamp: Tensor,
+    room: int | None = None,
 ) -> PackedRows:
     """Padding has id 0 and position 0."""
     stamp.fill_(time.perf_counter_ns())
@@ -67,7 +74,7 @@ def pack_rows(
     positions, slots = _slots(length, tables, count, block_size)
 
     def packed(values: Tensor) -> Tensor:
-        return torch.empty_like(values.flatten()).scatter_(0, places.flatten().long(), values.flatten())
+        return torch.empty_like(values.flatten()).scatter_(0, places.flatten().long(), values.flatten())[:room]
 
     context = (length - 1 + rows).where(length > 0, 0)
     query_start = torch.cat([ends.new_zeros(1), ends])
@@ -91,21 +98,22 @@ def accept_drafts(
     nothing is drafted, and 'observed' stays."""
     seqs, width = rows.places.shape
     places = rows.places.flatten().long()
-    samples = samples.int()[places].view(seqs, width)
+    inside, room = places.clamp(max=len(samples) - 1), len(samples)
+    samples = samples.int()[inside].where(places < room, 0).view(seqs, width)
     if accepted is None:
         same = samples[:, :0] if drafts is None else (drafts == samples[:, :-1]).int()
         accepted = same.cumprod(1).sum(1)
     kept = kept.clamp(max=width - 1)
     count, alive = torch.minimum(accepted.int(), kept), length > 0
     committed = torch.arange(width, device=samples.device) <= count.unsqueeze(1)
-    kept_slots = torch.full_like(rows.slots, -1)
-    kept_slots[places] = rows.slots[places].where(committed.flatten(), -1)
+    kept_slots = rows.slots.new_full((seqs * width,), -1)
+    kept_slots[places] = rows.slots[inside].where(committed.flatten(), -1)
     if width > 1:
         observed.copy_((length + count).where(alive, 0))
     token.copy_(samples.gather(1, count.long().unsqueeze(1)).squeeze(1))
     length += (count + 1).where(alive, 0)
     passed = (time.perf_counter_ns() - stamp).clamp(max=MOST_NANOSECONDS).int().expand(seqs)
-    return torch.cat([samples, torch.stack((count, kept, passed), 1)], 1), kept_slots
+    return torch.cat([samples, torch.stack((count, kept, passed), 1)], 1), kept_slots[:room]
 
 
 def sampled_rows(rows: PackedRows | None, ends: Ends | None, length: Tensor, edit_slots: Tensor) -> SampledRows:

@@ -130,10 +130,12 @@ def make_rows(
     return ids, positions, slots, context_len
 
 
-@triton.jit(do_not_specialize=["length", "token", "drafts", "kept", "stamp", "stride_drafts", "num_blocks", "seqs"])
+@triton.jit(
+    do_not_specialize=["length", "token", "drafts", "kept", "stamp", "stride_drafts", "num_blocks", "seqs", "room"]
+)
 def _pack_rows(
     length, tables, token, drafts, kept, stamp, ids, positions, slots, seq_of, context_len, query_start, places,
-    stride_table, stride_drafts, num_blocks, seqs,
+    stride_table, stride_drafts, num_blocks, seqs, room,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
     TIMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -156,10 +158,11 @@ def _pack_rows(
     if WIDTH > 1:
         draft = tl.load(drafts + seq.to(tl.int64) * stride_drafts + column - 1, mask=inside & (column > 0), other=0)
         value = tl.where(column == 0, value, draft.to(tl.int32))
-    tl.store(ids + target, tl.where(live, value, 0), mask=inside)
-    tl.store(positions + target, tl.where(live, place, 0), mask=inside)
-    tl.store(slots + target, slot, mask=inside)
-    tl.store(seq_of + target, tl.zeros([BLOCK], tl.int32) + seq, mask=inside)
+    has_row = inside & (target < room)
+    tl.store(ids + target, tl.where(live, value, 0), mask=has_row)
+    tl.store(positions + target, tl.where(live, place, 0), mask=has_row)
+    tl.store(slots + target, slot, mask=has_row)
+    tl.store(seq_of + target, tl.zeros([BLOCK], tl.int32) + seq, mask=has_row)
     tl.store(places + seq * WIDTH + column, target, mask=inside)
     tl.store(context_len + seq, tl.where(written > 0, written - 1 + rows, 0))
     tl.store(query_start + seq, start)
@@ -170,41 +173,50 @@ def _pack_rows(
 
 
 def pack_rows(
-    length: Tensor, tables: Tensor, token: Tensor, drafts: Tensor | None, kept: Tensor, block_size: int, stamp: Tensor
+    length: Tensor,
+    tables: Tensor,
+    token: Tensor,
+    drafts: Tensor | None,
+    kept: Tensor,
+    block_size: int,
+    stamp: Tensor,
+    room: int | None = None,
 ) -> PackedRows:
     seqs, device, width = length.shape[0], length.device, 1 if drafts is None else 1 + drafts.shape[1]
-    assert tables.shape[0] == seqs and tables.stride(1) == 1, (tables.shape, seqs)
+    room = seqs * width if room is None else room
+    assert tables.shape[0] == seqs and tables.stride(1) == 1 and room <= seqs * width, (tables.shape, seqs, room)
     assert all(len(t) == seqs and t.is_contiguous() for t in (length, token, kept)), (seqs, kept.shape)
     assert width == 1 or (drafts is not None and drafts.shape[0] == seqs and drafts.stride(1) == 1), drafts
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    ids, positions, slots, seq_of = (integers(seqs * width) for _ in range(4))
+    ids, positions, slots, seq_of = (integers(room) for _ in range(4))
     rows = PackedRows(ids, positions, slots, seq_of, integers(seqs), integers(seqs + 1), integers(seqs, width))
     if not seqs:
         rows.query_start.zero_()
         return rows
     run(
         _pack_rows, (seqs,), length, tables, token, drafts if width > 1 else None, kept, stamp, *rows, tables.stride(0),
-        drafts.stride(0) if drafts is not None and width > 1 else 0, tables.shape[1], seqs,
+        drafts.stride(0) if drafts is not None and width > 1 else 0, tables.shape[1], seqs, room,
         WIDTH=width, BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(width), BLOCK_S=triton.next_power_of_2(seqs),
         TIMED=device.type != "cpu", num_warps=1,
     )  # fmt: skip
     return rows
 
 
-@triton.jit(do_not_specialize=["kept", "length", "token", "observed", "stamp", "stride_drafts"])
+@triton.jit(do_not_specialize=["kept", "length", "token", "observed", "stamp", "stride_drafts", "room"])
 def _accept_drafts(
     samples, drafts, accepted, kept, length, token, observed, slots, places, stamp, result, kept_slots, stride_drafts,
-    DEPTH: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr, PDL: tl.constexpr,
+    room, DEPTH: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     seq = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column <= DEPTH
     place = tl.load(places + seq * (DEPTH + 1) + column, mask=inside, other=0)
-    sample = tl.load(samples + place, mask=inside, other=0).to(tl.int32)
+    has_row = inside & (place < room)
+    sample = tl.load(samples + place, mask=has_row, other=0).to(tl.int32)
     if GIVEN:
         count = tl.load(accepted + seq).to(tl.int32)
     elif DEPTH > 0:
@@ -217,8 +229,8 @@ def _accept_drafts(
     count = tl.minimum(count, verified)
     written = tl.load(length + seq)
     alive = written > 0
-    slot = tl.load(slots + place, mask=inside, other=-1)
-    tl.store(kept_slots + place, tl.where(column <= count, slot, -1), mask=inside)
+    slot = tl.load(slots + place, mask=has_row, other=-1)
+    tl.store(kept_slots + place, tl.where(column <= count, slot, -1), mask=has_row)
     said = result + seq * (DEPTH + 4)
     tl.store(said + column, sample, mask=inside)
     tl.store(said + DEPTH + 1, count)
@@ -249,12 +261,12 @@ def accept_drafts(
     assert not depth or (drafts is not None and drafts.shape == (seqs, depth) and drafts.stride(1) == 1), drafts
     assert all(len(t) == seqs and t.is_contiguous() for t in (kept, length, token, observed)), (seqs, length.shape)
     result = torch.empty((seqs, depth + 4), dtype=torch.int32, device=device)
-    kept_slots = torch.empty((seqs * (depth + 1),), dtype=torch.int32, device=device)
+    kept_slots = torch.empty_like(rows.slots)
     if seqs:
         run(
             _accept_drafts, (seqs,), samples, drafts if depth else None, accepted,
             kept, length, token, observed, rows.slots, rows.places, stamp, result, kept_slots,
-            drafts.stride(0) if depth and drafts is not None else 0,
+            drafts.stride(0) if depth and drafts is not None else 0, len(rows.slots),
             DEPTH=depth, GIVEN=accepted is not None, BLOCK=triton.next_power_of_2(depth + 1),
             TIMED=device.type != "cpu", num_warps=1,
         )  # fmt: skip
