@@ -258,6 +258,7 @@ class Request:
     most_unread: int = 0
     num_cached: int | None = None  # prompt tokens from the prefix cache, set by the scheduler at first admission
     blocks: array[int] = field(default_factory=lambda: array("i"))  # owned by the scheduler
+    sent_blocks: int = 0  # so many of them the device has been told; fewer when the scheduler has taken some back
     chain: list[int] = field(default_factory=list)  # the prefix cache's keys of the full blocks
     finish: FinishReason | None = None  # set by engine/output or by abort
     stop_reason: str | None = None  # what ended the text, where the finish reason does not say it (REPETITION)

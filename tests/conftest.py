@@ -63,7 +63,7 @@ def no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real times of steps are not learnt, so whether a request drafts does not depend on how busy the machine is. An
     engine that learns no time drafts, until a test tells its budget what steps cost."""
-    monkeypatch.setattr("sparkdraft.engine.drafting.Drafting._measured", lambda *_, **__: None)
+    monkeypatch.setattr("sparkdraft.engine.drafting.Drafting.timed", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session")

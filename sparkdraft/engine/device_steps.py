@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ PROMPTS = 4  # prompts in such a step, at most
 BESIDE = (0, 1, 4, 16)  # slots beside them; and as many as there are
 
 
+Key = TypeVar("Key")
+
+
 class PromptKind(NamedTuple):
     """What the first half of a step with prompts and without drafts is captured for."""
 
@@ -56,7 +59,8 @@ class Launched:
     rows: int
     # Whether its time is that of its kind: not if it was captured or launched while the device was idle.
     usual: bool
-    scored: list[Request]  # whose log-probabilities are in 'scores', in this order
+    needs_host: bool  # between its halves, so that not all of its time is the device's
+    scored: list[Request] = field(default_factory=list)  # whose log-probabilities are in 'scores', in this order
     slots: Tensor | None = None  # as Slots.step gives it, on the host, complete once 'done', as are the next two
     first_ids: Tensor | None = None
     scores: Tensor | None = None
@@ -87,7 +91,6 @@ class DeviceSteps:
         self._unread: deque[Launched] = deque()
         self._halfway: Halfway | None = None
         self._num_waiting = 0  # plain steps whose rows the drafter has not observed
-        self._num_blocks: list[int] = []  # per slot, the number of blocks that the device knows
         self._most: list[int] = []  # per slot, the drafts that the device may verify
         self._no_hidden = set[Request]()  # without the hidden state that a chain drafter begins with
         self._read_at = 0.0
@@ -97,12 +100,11 @@ class DeviceSteps:
         assert sampler.edits.tables  # captured steps read them
         ops, has_graphs = runner.model.ops, runner.plan.graphs and self._device.type == "cuda"
         self._steps = Graphs(self.slots.step, ops) if has_graphs else None
-        self._forwards = Graphs(self._forward, ops) if has_graphs else None
+        self._forwards = Graphs(self.slots.forward, ops) if has_graphs else None
         self._prompts = Graphs(self._forward_prompts, ops) if has_graphs else None
         self._catching_up = Graphs(self.slots.catch_up, ops) if has_graphs else None
         most = runner.plan.max_seqs
         self._most_prompts, self._beside = min(PROMPTS, most), [*(n for n in BESIDE if n < most), most]
-        self._ran: dict[StepKind | PromptKind, Ran] = {}  # of the halves that were captured
         self._asked_for = Counter[StepKind]()  # kinds of steps that are not captured
 
     @property
@@ -122,9 +124,9 @@ class DeviceSteps:
         """Steps with short prompts are captured without drafts."""
         depth, prompt_rows = max(work.most_drafts for work in batch.work), batch.num_prompt_rows
         prompts = [work for work in batch.work if not work.decodes]
-        if prompts and all(work.samples for work in prompts) and self._prompt_kind(prompts, 1):
-            return False
         decoding = sum(work.decodes for work in batch.work)
+        if prompts and all(work.samples for work in prompts) and self._prompt_kind(prompts, decoding):
+            return False
         return prompt_rows + self._size(decoding, depth) * self.reach(depth) <= self._runner.plan.max_step_tokens
 
     def capture(self) -> None:
@@ -175,14 +177,15 @@ class DeviceSteps:
         kind = StepKind(size, depth, size * (1 + depth), self._draws(slot_of, ends))
         if depth and not needs_host:
             kind = self._smaller(kind, sum(1 + work.most_drafts for work in batch.work if work.decodes), bool(prompts))
-        usual = bool(self._unread)
-        launched = Launched(batch, slot_of, ends, depth, kind.rows, usual, [])
+        launched = Launched(batch, slot_of, ends, depth, kind.rows, bool(self._unread), needs_host)
         self._unread.append(launched)
         if not prompts and not needs_host:
-            self._launch_captured(kind, launched)
+            whole = self._replay(self._steps, kind, launched) if self._steps else self.slots.step(kind)
+            self._fetch(launched, Sampled(whole, None))
+            self._wait_to_observe(launched, has_prompts=False)
         else:
             chunks = self._chunks(prompts, ends, slot_of, captured) if prompts else None
-            ran = self._run(kind, chunks, captured)
+            ran = self._run(launched, kind, chunks, captured)
             self._halfway = Halfway(kind, ran, chunks, launched)
             if not needs_host:
                 self.complete()
@@ -217,8 +220,11 @@ class DeviceSteps:
         self._read_at = now
         if any(not r.ids and not r.work.request.finish for r in results if r.work.samples):
             raise NotFinite
-        # A step that seems shorter than its verification was read late after the one before: its parts are not known.
-        return StepRead(launched.batch, results, seconds, verify if verify < seconds else 0.0, launched.rows)
+        if verify >= seconds:  # the step before was read late: the time between the two says nothing
+            seconds = 0.0
+        if launched.needs_host or not seconds:
+            verify = 0.0
+        return StepRead(launched.batch, results, seconds, verify, launched.rows)
 
     def learn(self, read: StepRead, num_accepted: Sequence[int]) -> None:
         alone = read.batch.decodes
@@ -226,14 +232,16 @@ class DeviceSteps:
         if self.slots.text is not None:
             self._drafting.match([(result.work.request, result.matched) for result in decoding])
         if not any(result.num_drafted for result in decoding):
-            self._drafting.learn_plain([result.work.request for result in decoding], read.seconds * alone)
+            alone = alone and not any(result.work.most_drafts for result in decoding)  # no text matched after all
+            requests = [result.work.request for result in decoding]
+            self._drafting.learn_plain(requests, read.seconds, read.verify_seconds * alone)
             return
         steps = [
             Outcome(r.work.request, r.num_drafted, r.num_draft, accepted, r.gaps, r.source)
             for r, accepted in zip(read.results, num_accepted, strict=True)
             if r.work.decodes
         ]
-        self._drafting.learn_overlapped(steps, read.rows, read.seconds * alone, read.verify_seconds * alone)
+        self._drafting.learn_drafted(steps, read.rows, read.seconds, read.verify_seconds * alone)
 
     def forget(self, request: Request) -> None:
         self._sampler.forget(request)
@@ -271,7 +279,7 @@ class DeviceSteps:
             if work.decodes:
                 slot_of[work.request] = len(self.requests)
             self.requests.append(work.request)
-            self._num_blocks.append(0)
+            work.request.sent_blocks = 0
             if work.decodes and self.slots.chain and not self._knows(work.request):
                 self._no_hidden.add(work.request)
                 work.most_drafts = 0
@@ -290,8 +298,8 @@ class DeviceSteps:
         holes = [slot for slot in range(kept) if self.requests[slot] in ended]
         moved = [slot for slot in range(kept, before) if self.requests[slot] not in ended]
         for hole, slot in zip(holes, moved, strict=True):
-            self.requests[hole], self._num_blocks[hole] = self.requests[slot], self._num_blocks[slot]
-        del self.requests[kept:], self._num_blocks[kept:]
+            self.requests[hole] = self.requests[slot]
+        del self.requests[kept:]
         self._left.clear()
         self._most = []
         self.slots.move(self._staged([holes, moved], torch.int64) if holes else None, kept)
@@ -332,17 +340,15 @@ class DeviceSteps:
         if most != self._most:
             slots.most[: len(most)].copy_(self._staged(most, torch.int32), non_blocking=True)
             self._most = most
-        if not any(request.most_unread for request in slot_of):
-            self._num_blocks = [0] * len(self.requests)  # while nothing was unread, blocks may have been replaced
         width = slots.tables.shape[1]
         places: list[int] = []
         blocks: list[int] = []
         for slot, request in enumerate(self.requests):
-            known, now = self._num_blocks[slot], len(request.blocks)
+            known, now = request.sent_blocks, len(request.blocks)
             if known < now:
                 places += range(slot * width + known, slot * width + now)
                 blocks += request.blocks[known:now].tolist()
-                self._num_blocks[slot] = now
+            request.sent_blocks = now
         if blocks:
             both = self._staged([places, blocks], torch.int64)
             slots.tables.view(-1)[both[0]] = both[1].int()
@@ -364,14 +370,10 @@ class DeviceSteps:
 
     # ---- a step
 
-    def _launch_captured(self, kind: StepKind, launched: Launched) -> None:
-        if self._steps:
-            if kind not in self._steps:
-                launched.usual, self._read_at = False, 0.0  # it keeps the host from reading the step before in time
-            self._fetch(launched, Sampled(self._steps.replay(kind), None))
-        else:
-            self._fetch(launched, Sampled(self.slots.step(kind), None))
-        self._wait_to_observe(launched, has_prompts=False)
+    def _replay(self, graphs: Graphs[Key], key: Key, launched: Launched) -> Any:
+        if key not in graphs:
+            launched.usual, self._read_at = False, 0.0  # it keeps the host from reading the step before in time
+        return graphs.replay(key)
 
     def _wait_to_observe(self, launched: Launched, has_prompts: bool) -> None:
         """The rows of a plain step wait in the ring; when it is full, the drafter observes them."""
@@ -389,27 +391,22 @@ class DeviceSteps:
         kinds = (PromptKind(seqs, n) for n in PROMPT_ROWS if n >= rows)
         return next((kind for kind in kinds if self._prompts and kind in self._prompts), None)
 
-    def _run(self, kind: StepKind, chunks: Chunks | None, captured: PromptKind | None) -> Ran:
+    def _run(self, launched: Launched, kind: StepKind, chunks: Chunks | None, captured: PromptKind | None) -> Ran:
         """The first half of a step."""
+        ran: Ran
         if captured and self._prompts:
-            self._prompts.replay(captured)
-            return self._ran[captured]
-        if chunks is None and self._forwards:
-            self._forwards.replay(kind)
-            return self._ran[kind]
-        return self.slots.forward(kind, chunks)
+            ran = self._replay(self._prompts, captured, launched)
+        elif chunks is None and self._forwards:
+            ran = self._replay(self._forwards, kind, launched)
+        else:
+            ran = self.slots.forward(kind, chunks)
+        return ran
 
-    def _forward(self, kind: StepKind) -> Tensor:
-        ran = self._ran[kind] = self.slots.forward(kind)
-        return ran.residual
-
-    def _forward_prompts(self, kind: PromptKind) -> Tensor:
+    def _forward_prompts(self, kind: PromptKind) -> Ran:
         inputs, none = self._runner.inputs, torch.empty(0, dtype=torch.int64, device=self._device)
         view = inputs.view(self._most_prompts, kind.rows, self._runner.plan.max_model_len)
         parts = inputs.token_ids[: kind.rows], inputs.positions[: kind.rows], inputs.slots[: kind.rows]
-        ran = self.slots.forward(StepKind(kind.seqs, 0, kind.seqs, False), Chunks(*parts, view, none, none))
-        self._ran[kind] = ran
-        return ran.residual
+        return self.slots.forward(StepKind(kind.seqs, 0, kind.seqs, False), Chunks(*parts, view, none, none))
 
     def _chunks(
         self, prompts: list[Work], ends: list[Work], slot_of: dict[Request, int], captured: PromptKind | None
@@ -511,11 +508,7 @@ class DeviceSteps:
         if ran.drafts is None:
             return {request: (slot, []) for request, slot in launched.slot_of.items()}
         assert ran.rows is not None and ran.kept is not None
-        columns = [ran.rows.query_start[:-1], ran.kept]
-        table = torch.stack(columns, 1)
-        if ran.drafts is not None:
-            table = torch.cat((table, ran.drafts.int()), 1)
-        rows = table.tolist()
+        rows = torch.cat((torch.stack((ran.rows.query_start[:-1], ran.kept), 1), ran.drafts.int()), 1).tolist()
         return {
             request: (rows[slot][0], rows[slot][2 : 2 + rows[slot][1]]) for request, slot in launched.slot_of.items()
         }

@@ -35,7 +35,7 @@ PLAIN_SAMPLE = 8  # one of this many plain steps is timed
 
 
 class Outcome(NamedTuple):
-    """What an overlapped step did to one request."""
+    """What a step of a GPU did to one request."""
 
     request: Request
     drafted: int
@@ -96,16 +96,15 @@ class Drafting:
         check_depths(default, depths, self.max_depth, bool(proposer))
         named, chain = depths if self.max_depth else None, proposer is not None and proposer.chain
         self.choices = depth_choices(self.max_depth, default, named, chain)
-        self.lookahead = self.max_depth
         self.model = proposer.drafter.caps.name if proposer else ""
         sources = [*(["ngram"] if ngram else []), *([self.model] if proposer else [])]
         self._kinds = {(source, drawn): i for i, (source, drawn) in enumerate(product(sources, (False, True)))}
+        # On a GPU a step is one graph of all requests: it runs the drafter, whoever drafts, and also for copied drafts.
+        for_all = proposer is not None and proposer.device.type != "cpu"
         kinds = [
-            Kind(START[source == "ngram"], drawn, source != "ngram", source != "ngram" and self.cuts)
+            Kind(START[source == "ngram"], drawn, for_all or source != "ngram", source != "ngram" and self.cuts)
             for source, drawn in self._kinds
         ]
-        # On a GPU a step is one graph of all requests, whoever drafts.
-        for_all = proposer is not None and proposer.device.type != "cpu"
         self.budget = None
         if sources:
             # Where drafts are cut, the tokens that are left decide what a step costs: no expert is read for others.
@@ -124,10 +123,9 @@ class Drafting:
     def check(self, params: SamplingParams) -> None:
         check_depth("num_draft", params.num_draft, self.max_depth, bool(self.proposer))
 
-    def depths(self, requests: list[Request], extra: int = 0) -> dict[Request, int]:
-        """The number of drafts wanted for each request that may draft in the coming step. extra: tokens of that step
-        beside one per request, such as a prompt's."""
-        if not self.budget or self.is_off or (requests == self._quiet and self.budget.holds()):
+    def depths(self, requests: list[Request]) -> dict[Request, int]:
+        """The number of drafts wanted for each request that may draft in the coming step."""
+        if not self.budget or self.is_off or not requests or (requests == self._quiet and self.budget.holds()):
             return {}
         depths: dict[Request, int] = {}
         free: dict[Request, int] = {}  # the slot of each request that names no depth
@@ -140,7 +138,7 @@ class Drafting:
                     free[request] = self._of(request).slots[source]
         if free:
             longest, others = max(r.num_tokens for r in requests), len(requests) - len(free)
-            chosen = self.budget.choose(list(free.values()), longest, others, extra + sum(depths.values()))
+            chosen = self.budget.choose(list(free.values()), longest, others, sum(depths.values()))
             depths |= zip(free, chosen, strict=True)
         limited = {r: self._limited(r, depth) for r, depth in depths.items() if depth}
         found = {r: depth for r, depth in limited.items() if depth > 0}
@@ -197,15 +195,14 @@ class Drafting:
         if told and self.budget:
             self.budget.record(*zip(*told, strict=True))
 
-    def cut_terms(self, requests: Sequence[Request | None], depths: dict[Request, int], extra: int = 0) -> list[float]:
-        """By what the device admits drafts of these requests, which have its slots in this order (None: an empty slot);
-        none: there is nothing to cut. extra: as in `depths`."""
+    def cut_terms(self, requests: Sequence[Request], depths: dict[Request, int]) -> list[float]:
+        """By what the device admits drafts of these requests, which have its slots in this order; none: there is
+        nothing to cut."""
         if not self.cuts or not depths or not self.proposer or not self.budget:
             return []
         slots = [self._of(r).slots[self.model] if r in depths and self._asked(r) is None else None for r in requests]
-        wanted = [depths.get(r, 0) if r else 0 for r in requests]
-        num = sum(r is not None for r in requests)
-        fits, fair, worth = self.budget.terms(slots, wanted, num + extra)
+        wanted = [depths.get(r, 0) for r in requests]
+        fits, fair, worth = self.budget.terms(slots, wanted, len(requests))
         own = fits[[self._kinds[self.model, drawn] for drawn in (False, True)]]
         spare = [-1.0] * (self.proposer.plan.max_seqs - len(requests))
         return [*own.ravel().tolist(), *fair.tolist(), *spare, *worth.tolist()]
@@ -221,23 +218,23 @@ class Drafting:
         experts it says too little: rows of empty slots reach none."""
         if self.has_experts or not self.budget:
             return
-        draft = seconds - verify if depth else 0.0
-        self._measured(rows, num, 1, seconds - draft, draft, num * bool(depth), depth)
+        self.budget.measured(rows, num, 1, verify, seconds - verify, num * bool(depth), depth)
 
-    def learn_plain(self, requests: list[Request], seconds: float) -> None:
-        """Records one step without drafts of a GPU. seconds: its time; 0 if it is not known."""
+    def learn_plain(self, requests: list[Request], seconds: float, verify: float) -> None:
+        """Records one step without drafts of a GPU. seconds: its time; verify: the part of it on the device, 0 if that
+        is not known or says nothing of such a step alone."""
         if not self.budget:
             return
         for request in requests:
             self._of(request).stats.num_plain_steps += 1
-        if seconds and requests:
+        if verify and requests:
             contexts = [request.num_tokens for request in requests]
             if self._wants_plain(contexts):
-                self._measured(len(requests), len(requests), max(contexts), seconds, 0.0, 0, 0)
+                self.budget.measured(len(requests), len(requests), max(contexts), verify, seconds - verify)
 
-    def learn_overlapped(self, steps: list[Outcome], rows: int, seconds: float, verify: float) -> None:
-        """Records one drafted step of a GPU. rows: the tokens that it ran. seconds: its time; verify: the part of it
-        after drafting. Each is 0 if it is not known."""
+    def learn_drafted(self, steps: list[Outcome], rows: int, seconds: float, verify: float) -> None:
+        """Records one drafted step of a GPU. rows: the tokens that it ran; the times are as `learn_plain` has them, and
+        what is not of verifying is of drafting."""
         if not self.budget:
             return
         cut = [step for step in steps if step.gaps and step.source == self.model and self._asked(step.request) is None]
@@ -252,12 +249,12 @@ class Drafting:
                 draft = seconds - verify if verify else 0.0
                 stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
         self._learn([(s.request, s.source, s.verified, s.accepted) for s in steps if s.drafted])
-        if verify:  # without its parts the time of drafting would be taken for that of verifying
+        if verify:
             longest, deepest = max(s.request.num_tokens for s in steps), max(s.drafted for s in steps)
             block = next(depth for depth in self.choices if depth >= deepest)
             tokens = sum(1 + s.verified for s in steps) if self.cuts else rows
             drafting = len(steps) if self.proposer else 0  # the pass is one of all requests
-            self._measured(tokens, len(steps), longest, verify, seconds - verify, drafting, block)
+            self.budget.measured(tokens, len(steps), longest, verify, seconds - verify, drafting, block)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.budget or not batch.decodes:
@@ -270,7 +267,7 @@ class Drafting:
             return
         if self._num_steps[shape] > UNRECORDED:
             neural = [w.most_drafts for w in drafted if w.source == self.model]
-            self._measured(shape[1], num, longest, verify, draft, len(neural), max(neural, default=0))
+            self.budget.measured(shape[1], num, longest, verify, draft, len(neural), max(neural, default=0))
         for work in drafted:
             # shared out, so that the sum over requests is the time that passed
             self._of(work.request).stats.add_time(draft / len(drafted), verify / len(drafted))
@@ -342,13 +339,6 @@ class Drafting:
             return True
         return False
 
-    def _measured(
-        self, tokens: int, num: int, longest: int, verify: float, draft: float, drafting: int, depth: int
-    ) -> None:
-        """The time of a step, for the budget's costs (speculation/costs.py)."""
-        assert self.budget
-        self.budget.measured(tokens, num, longest, verify, draft, drafting, depth)
-
     def _could_pay(self, num: int, longest: int) -> bool:
         """Whether drafts could pay in a batch of this many requests, or the drafter must see all tokens in any case."""
         if self.proposer is None or not self.proposer.may_pass_over or self.budget is None:
@@ -365,7 +355,7 @@ class Drafting:
 
     def _limited(self, request: Request, depth: int) -> int:
         """Limits a depth: no drafts past the last token wanted, none where a block would pass the context's end."""
-        if request.next_start + 1 + self.lookahead > self._max_model_len:
+        if request.next_start + 1 + self.max_depth > self._max_model_len:
             return 0
         most = request.max_output - len(request.output_ids) - request.least_unread - 1
         if depth > most and self._asked(request) is None:

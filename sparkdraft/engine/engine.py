@@ -62,7 +62,7 @@ class Engine:
             prefix,
             plan.max_seqs,
             plan.max_step_tokens,
-            drafting.lookahead,
+            drafting.max_depth,
             groups,
             self.pace,
             plan.max_model_len,

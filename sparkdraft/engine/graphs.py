@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
-from torch import OutOfMemoryError, Tensor
+from torch import OutOfMemoryError
 
 from sparkdraft.kernels.ops import CapturedStep, Ops
 from sparkdraft.plan.memory import GRAPHS
@@ -39,8 +39,8 @@ Key = TypeVar("Key")  # what distinguishes graphs: a Shape, or another tuple or 
 
 
 class Graphs(Generic[Key]):
-    def __init__(self, run: Callable[[Key], Tensor], ops: Ops) -> None:
-        """run(shape) computes one step from the fixed input buffers."""
+    def __init__(self, run: Callable[[Key], Any], ops: Ops) -> None:
+        """run(shape) computes one step from the fixed input buffers. `replay` returns what it returns."""
         assert ops.Graph, f"{ops.NAME} kernels cannot be captured"
         self._run, self._graph, self._compiler = run, ops.Graph, ops.compiler
         self._limits = GRAPHS[ops.NAME]  # of graphs kept beside those made at start
@@ -84,7 +84,7 @@ class Graphs(Generic[Key]):
             if graph := self._make(shape):
                 self._kept[shape] = graph
 
-    def replay(self, shape: Key) -> Tensor:
+    def replay(self, shape: Key) -> Any:
         """Runs one step of this shape, captured.
 
         On a CPU a new shape is captured at once. A GPU runs it plainly the first time: a capture takes as long as ten

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from sparkdraft.cache.formats import KVCache
 from sparkdraft.core import Batch, TokenLogprob, Work
-from sparkdraft.engine.graphs import Graphs, Shape, gpu_sizes
+from sparkdraft.engine.graphs import Graphs, Shape
 from sparkdraft.engine.sampler import token_logprobs
 from sparkdraft.kernels.ops import AttentionView, CannotCapture
 from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.plan.resolve import Plan
 
-# tokens of captured prompts; longer prompts keep a GPU busy without a graph
-PROMPT_ROWS = (16, 32, 64, 128, 256, 512)
 PROMPT_LOGPROB_ROWS = 128  # rows of logits in memory at once while a prompt is scored
 NUM_HOST_BUFFERS = 2  # the host can fill one while the copy of the other waits
 
@@ -48,14 +46,12 @@ class Runner:
 
     def run(self, batch: Batch) -> Tensor:
         """Returns float32 logits [sampled rows, vocab], in the order of the batch."""
-        parts = [_rows(w) for w in batch.work]
-        shape = self._recordable(batch)
-        if self.graphs and shape:
-            num_read = self.inputs.fill(parts, shape.seqs, shape.rows)
-            return self.graphs.replay(shape)[:num_read]
+        parts, rows = [_rows(w) for w in batch.work], batch.num_rows
         num_read = self.inputs.fill(parts)
+        if self.graphs and batch.decodes:
+            return torch.as_tensor(self.graphs.replay(_decoding(len(parts), rows)))
         max_query, max_context = max(w.num_scheduled for w in batch.work), max(w.stop for w in batch.work)
-        shape = Shape(len(parts), batch.num_rows, max_query, num_read)
+        shape = Shape(len(parts), rows, max_query, num_read)
         self._residual = self._forward(shape, max_context)
         return self._logits(shape, self._residual)
 
@@ -77,34 +73,12 @@ class Runner:
             out += token_logprobs(self.model.logits(rows), request.prompt_ids[low + 1 : high + 1], top)
         return out
 
-    def _recordable(self, batch: Batch) -> Shape | None:
-        """The captured shape that a batch can run in, or None. Decode steps are captured, with or without drafts. On a
-        GPU they are padded to one of a few sizes, and short prompts are captured too, unless a request in the batch
-        drafts or wants prompt log-probabilities."""
-        seqs, rows = len(batch.work), batch.num_rows
-        if self.plan.device == "cpu":  # CPU kernels do not need to know the rows per sequence
-            return Shape(seqs, rows, 0, rows) if batch.decodes else None
-        size = next(s for s in gpu_sizes(self.plan.max_seqs) if s >= seqs)
-        if batch.decodes and rows == seqs:
-            return Shape(size, size, 1, size)
-        if batch.decodes:
-            room = 1 << (rows - 1).bit_length()
-            widest = 1 << (max(w.num_scheduled for w in batch.work) - 1).bit_length()
-            return Shape(size, room, widest, room) if room <= self.plan.max_step_tokens else None
-        room = next((n for n in self._prompt_rows() if n >= rows), 0)
-        apart = any(w.drafts or w.request.params.prompt_logprobs is not None for w in batch.work)
-        return Shape(size, room, room, size) if room and not apart else None
-
-    def _prompt_rows(self) -> list[int]:
-        return [n for n in PROMPT_ROWS if n <= self.plan.max_step_tokens]
-
     def _forward(self, shape: Shape, max_context: int) -> Tensor:
         inputs, rows = self.inputs, shape.rows
         slots, view = inputs.slots[:rows], inputs.view(shape.seqs, shape.max_query, max_context)
         if self.kv.begin:
             self.kv.begin(slots, view)
-        live = None if self.plan.device == "cpu" else view.query_start[shape.seqs :]  # on a CPU nothing is padded
-        step = Step(inputs.token_ids[:rows], inputs.positions[:rows], slots, view, self.kv.layers, live)
+        step = Step(inputs.token_ids[:rows], inputs.positions[:rows], slots, view, self.kv.layers)
         return self.model.forward(step, self.aux_layers, self.aux_hidden[:rows] if self.aux_layers else None)
 
     def _logits(self, shape: Shape, residual: Tensor) -> Tensor:
@@ -117,27 +91,27 @@ class Runner:
 
     @torch.inference_mode()
     def record_rows(self, most: int) -> None:
-        """Captures the steps of one request with up to this many tokens. A block of drafts may be cut anywhere, and on
-        a CPU each number of tokens is a compiled step, for which a text should not wait. On a GPU tokens are padded to
-        few sizes, which the steps at start capture."""
-        if self.graphs and self.plan.device == "cpu":
-            self.graphs.record([Shape(1, rows, 0, rows) for rows in range(2, most + 1)])
+        """Captures the steps of one request with up to this many tokens: a block of drafts may be cut anywhere, and a
+        text should not wait for that."""
+        if self.graphs:
+            self.graphs.record([_decoding(1, rows) for rows in range(2, most + 1)])
 
     @torch.inference_mode()
     def _record(self) -> None:
-        """Captures steps at start: on a GPU all sizes and the prompts of one request, on a CPU one size, to see whether
-        it works."""
-        shapes = [Shape(1, 1, 0, 1)]
-        if self.plan.device == "cuda":
-            shapes = [Shape(s, s, 1, s) for s in gpu_sizes(self.plan.max_seqs)]
-            shapes += [Shape(1, n, n, 1) for n in self._prompt_rows()]
+        """Captures one step at start, to see whether it works. A GPU's steps are captured with what follows the model
+        (engine/device_steps.py)."""
         graphs = Graphs(self._step, self.model.ops)
         try:
-            graphs.record(shapes)
+            graphs.record([_decoding(1, 1)])
         except CannotCapture as reason:
             self.unrecorded.append(f"the model's '{reason}' is not one of the CPU kernels")
         else:
             self.graphs = graphs
+
+
+def _decoding(seqs: int, rows: int) -> Shape:
+    """The captured step of so many sequences that decode; CPU kernels do not need to know the rows of each."""
+    return Shape(seqs, rows, 0, rows)
 
 
 def _rows(work: Work) -> Rows:

@@ -133,8 +133,12 @@ class Scheduler:
         return all_end and not self._may_admit
 
     def reserve(self, rows: int) -> bool:
-        """Reserves blocks for this many tokens of every decoding request, if that preempts nobody."""
-        return all(self._grow(request, rows) for request in self.decoding())
+        """Reserves blocks for this many tokens of every decoding request, if that preempts nobody. If it cannot, what
+        only drafts need is given back."""
+        if all(self._grow(request, rows) for request in self.decoding()):
+            return True
+        self._give_back_look_ahead()
+        return False
 
     def finish(self, request: Request) -> None:
         """Removes a request, whether it runs or waits, and releases its blocks."""
@@ -206,14 +210,16 @@ class Scheduler:
                 rows_left -= depth
 
     def _give_back_look_ahead(self) -> bool:
-        """Releases the blocks that only drafts need. Returns whether there were any."""
+        """Releases the blocks that only drafts of later steps need. Returns whether there were any."""
         found = False
         for request in self.running:
-            needed = -(-request.num_tokens // self.block_size)
+            written = min(max(request.num_tokens, request.next_start + 1), self.max_context)
+            needed = -(-written // self.block_size)
             if spare := request.blocks[needed:]:
                 found = True
                 self.groups.shrink(request, len(spare))
                 del request.blocks[needed:]
+                request.sent_blocks = min(request.sent_blocks, needed)
                 self.pool.release(reversed(spare))
         return found
 
@@ -280,9 +286,10 @@ class Scheduler:
         return True
 
     def _preempt_youngest(self) -> Request:
-        victim = self.running.pop()
+        victim = self.running[-1]
+        self._release(victim)  # if this raises, it is still known
+        self.running.pop()
         self.num_preempted += 1
-        self._release(victim)
         self._refused = victim, self._room()
         self.waiting.appendleft(victim)
         return victim

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from sparkdraft.weights.keeping import KeepsWeights
 
@@ -299,16 +299,16 @@ class CapturedStep(Protocol):
     """
 
     RUN_FIRST: ClassVar[bool]  # whether 'run' must have run before it is captured, so that its kernels are loaded
-    output: Tensor
+    output: Any  # what 'run' returned: tensors that a replay fills anew
     nbytes: int  # that it holds alone, which are free again when it is dropped
 
-    def __init__(self, run: Callable[[], Tensor], beside: CapturedStep | None = None) -> None:
+    def __init__(self, run: Callable[[], Any], beside: CapturedStep | None = None) -> None:
         """Captures run(), which computes nothing yet. Raises CannotCapture, and torch.OutOfMemoryError.
 
         beside: an earlier step of the same owner, whose memory this one shares: only one replays at a time.
         """
 
-    def replay(self) -> Tensor:
+    def replay(self) -> Any:
         """Runs the step on what its inputs hold now; returns `output`, filled anew."""
 
 

@@ -103,8 +103,9 @@ class Budget:
         self._held: tuple[list[int], Bucket, int] | None = None
         self._depths: list[int] = []
         self._until = 0
+        self._guessed = -1  # the step that drafted for requests of a kind of which little is known
         self._told: list[Told] = []  # steps that are not learnt yet
-        self._judged = self._probes_run = False  # whether a block is being verified, whether a probe is
+        self._judged = False  # whether a block is being verified
 
     def open(self, kind: int) -> int:
         """A slot for a request."""
@@ -132,7 +133,7 @@ class Budget:
 
     def choose(self, slots: Sequence[int], context: int, others: int = 0, extra: int = 0) -> list[int]:
         """Depths for one step over these requests, of which the longest has 'context' tokens. others: requests of this
-        step whose depth is not chosen here; extra: tokens of it beyond one per request, such as a prompt's."""
+        step whose depth is not chosen here; extra: their drafts."""
         if not slots:
             return []
         num = len(slots) + others
@@ -141,10 +142,13 @@ class Budget:
         held = (list(slots), bucket, extra)
         if held == self._held and self.clock < self._until:
             return self._depths
-        if self.costs.buckets and not self.costs.knows_plain(bucket):
+        if self.costs.buckets and not extra and not self.costs.knows_plain(bucket):
             return [0] * len(slots)
         self._learn()
         mine = np.array(slots)
+        guesses = bool(self.survival.is_new(mine).any())
+        if guesses and self._guessed == self.clock - 1:
+            return [0] * len(slots)  # on a GPU the step that was drafted on a guess has not been read
         self.batch = batch = Batch(self.costs, bucket, num, extra)
         depths = np.zeros(len(mine), np.int64)
         pays = not self._rests.paused[mine].all() or self.could_pay(num, context, extra)
@@ -153,7 +157,8 @@ class Budget:
         self._pause(mine, depths, batch)
         idle = self._add_probes(mine, depths, batch) if pays else WAIT
         if depths.any():
-            idle = min(idle, LOOK, int(self.survival.tried(mine).min()) // LOOK)
+            self._guessed = self.clock if guesses else -1
+            idle = min(idle, LOOK, int(self.survival.tried(mine[depths > 0]).min()) // LOOK)
         self._held, self._depths, self._until = held, depths.tolist(), self.clock + max(min(idle, WAIT), 1)
         return self._depths
 
@@ -251,10 +256,10 @@ class Budget:
         rests, drafts = self._rests, depths > 0
         newly = slots[~drafts & ~rests.paused[slots]]
         if len(newly):
-            self.balance -= rests.debt[newly].sum() / batch.num * batch.plain
+            self.balance = min(self.balance, CREDIT) - rests.debt[newly].sum() / batch.num * batch.plain
             rests.since[newly] = np.where(self.survival.tried(newly) > 0, self.clock, -WAIT)
         rests.paused[slots], rests.debt[newly] = ~drafts, 0.0
-        rests.follows[slots[drafts]] = False
+        rests.follows[slots[drafts]] = rests.probes[slots[drafts]] = False
 
     def _add_probes(self, slots: Ints, depths: Ints, batch: Batch) -> int:
         """Paused requests whose time has come draft a little, all at once, as soon as the ledger can pay. Returns the
@@ -278,10 +283,9 @@ class Budget:
             return int((loss - self.balance) / (BUDGET * batch.plain)) + 1
         self.balance -= price
         depths[due] = depth
-        self._probes_run = True
         probing = slots[due]
         rests.price[probing] = price / batch.plain * batch.num / len(probing)
-        rests.since[probing], rests.follows[probing] = self.clock, False
+        rests.since[probing], rests.follows[probing], rests.probes[probing] = self.clock, False, True
         return 0
 
     def _probe(self, depths: Ints, due: Ints, by_model: Ints, batch: Batch) -> tuple[int, float]:
@@ -339,9 +343,10 @@ class Budget:
         if not any(drafted) and not self._judged:
             return
         self._told.append(Told(list(slots), list(drafted), list(accepted), self.survival.take_blocks(np.array(slots))))
-        if self._probes_run or not any(accepted):
+        self._guessed = -1
+        if not any(accepted) or self._rests.probes[self._told[-1].slots].any():
             self._until = 0
-        self._judged = self._probes_run = False
+        self._judged = False
 
     def _learn(self) -> None:
         """Learns from the steps that were recorded."""
@@ -355,18 +360,21 @@ class Budget:
         tells, rests = (drafted > 0).any(0) | ~np.isnan(blocks[:, :, 1, 0]).all(0), self._rests
         slots, drafted, accepted, blocks = slots[tells], drafted[:, tells], accepted[:, tells], blocks[:, tells]
         self.survival.learn(slots, drafted, accepted, blocks)
-        paused, right = rests.paused[slots], accepted.sum(0)
-        drafts = slots[~paused]
-        lost = len(drafted) * rests.price[drafts] + rests.each[drafts] * drafted.sum(0)[~paused] - right[~paused]
+        # A step that was launched before its request was paused, or drafted by another source than was chosen, is
+        # neither a choice's nor a probe's.
+        chosen, probed, right = ~rests.paused[slots], rests.probes[slots], accepted.sum(0)
+        drafts = slots[chosen]
+        lost = len(drafted) * rests.price[drafts] + rests.each[drafts] * drafted.sum(0)[chosen] - right[chosen]
         rests.debt[drafts] = np.maximum(rests.debt[drafts] + lost, 0.0)
-        if not paused.any():
+        if not probed.any():
             return
         # A probe that went well is followed by another at once, until choose() leaves depth 0 or one fails.
         if self.batch:
-            self.balance += right[paused].sum() / self.batch.rate
-        probed = slots[paused & (right >= rests.price[slots])]
-        rests.follows[probed] = True
-        self.survival.forget(probed[1 + self.survival.chances(probed)[:, 0] < LIKELY])
+            self.balance += right[probed].sum() / self.batch.rate
+        rests.probes[slots] = False
+        went_well = slots[probed & (right >= rests.price[slots])]
+        rests.follows[went_well] = True
+        self.survival.forget(went_well[1 + self.survival.chances(went_well)[:, 0] < LIKELY])
 
     def measured(
         self, tokens: int, num: int, context: int, verify: float, draft: float | None, drafting: int = 0, depth: int = 0
@@ -389,7 +397,8 @@ class Rests:
     """Which requests are paused, and what their drafts cost, by slot."""
 
     def __init__(self, size: int) -> None:
-        self.paused, self.follows = np.zeros((2, size), bool)  # follows: its last probe went well
+        # probes: a probe of it is being verified; follows: its last probe went well
+        self.paused, self.probes, self.follows = np.zeros((3, size), bool)
         self.since = np.zeros(size, np.int64)  # when it was paused or probed last
         # In tokens: its part of the drafter's pass or a whole probe, each draft that is verified, and what steps have
         # lost since drafts last paid.
@@ -400,5 +409,5 @@ class Rests:
             more = Rests(max(slot + 1 - len(self.paused), len(self.paused)))
             for name, values in vars(self).items():
                 setattr(self, name, np.concatenate((values, getattr(more, name))))
-        self.paused[slot] = self.follows[slot] = False
+        self.paused[slot] = self.probes[slot] = self.follows[slot] = False
         self.since[slot], self.price[slot], self.each[slot], self.debt[slot] = -WAIT, 0.0, 0.0, 0.0

@@ -21,7 +21,7 @@ Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 2
 GRID = [*range(1, 17), *(quarter << octave for octave in range(2, 12) for quarter in (5, 6, 7, 8))]
 _GRID = np.array(GRID, float)
 REDRAW = 8  # a mean of this many steps moves little with each: the curve is redrawn after as many more
-LATE = 1.5  # a step slower than this times the belief counts as this slow: something else ran
+LATE, EARLY = 1.5, 0.5  # times the belief that a step counts as at most and at least: something else ran, or waited
 INSTANT = 1e-9  # seconds of a pass at least: ratios are taken
 REMEMBERED = 50.0  # steps that a mean weighs at most
 DRIFT = 0.1  # share of a well-known point's change that all points follow: the machine is slower
@@ -63,11 +63,11 @@ class Curve:
 
     def _correct(self, point: int, share: float, ratio: float, believed: float) -> None:
         weight = self.weight[point]
-        # A step can be late by accident, but not early: if it took half the mean, the mean was the accident.
-        if not weight or ratio < 0.5:
+        # If a second step takes half of the first, the first was an accident: it compiled something.
+        if not weight or (ratio < EARLY and weight < 2):
             self.mean[point], self.weight[point] = believed * ratio, share
             return
-        excess = share * (min(ratio, LATE) - 1)
+        excess = share * (min(max(ratio, EARLY), LATE) - 1)
         self.weight[point] = min(weight + share, REMEMBERED)
         self.mean[point] *= 1 + excess / self.weight[point]
         if weight >= 4:

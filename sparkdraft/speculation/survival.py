@@ -39,6 +39,7 @@ SURPRISE = 8.0  # squared deviations after which the text is taken to have chang
 FADE = 0.85  # what a step leaves of older surprise
 BLOCKS = 16  # of a request, whose gaps are kept
 LEAN = 4.0  # weight of other requests' blocks, which stand for those not seen yet
+FEW = 3.0  # blocks of a kind
 DOUBT = 4.0  # drafts as promised that a request is taken to have had before its first
 MOST_FAIR = 1.1
 # The slope and base that a fit of gaps begins with: of greedy text, and of drawn text.
@@ -93,7 +94,7 @@ class Confidence:
 
 class Survival:
     def __init__(self, max_depth: int, kinds: Sequence[Kind]) -> None:
-        self.max_depth, self.kinds = max_depth, list(kinds)
+        self.max_depth = max_depth
         self.fits = Confidence(max_depth, kinds)
         self.finds_gaps = np.array([kind.finds_gaps for kind in kinds])
         self.some_gaps = bool(self.finds_gaps.any())
@@ -127,6 +128,10 @@ class Survival:
 
     def kind(self, slots: Ints) -> Ints:
         return np.asarray(self._own.kind[slots])
+
+    def is_new(self, slots: Ints) -> NDArray[np.bool_]:
+        """Whether hardly any draft of a request's kind was ever verified."""
+        return np.asarray(self._usual.counts[self._own.kind[slots], 1, 0] < FEW)
 
     def tried(self, slots: Ints) -> Floats:
         return np.asarray(self._own.counts[slots, 1, 0])
@@ -174,9 +179,9 @@ class Survival:
         self._own.block[slots] = np.nan
         return np.asarray(blocks)
 
-    def learn(self, slots: Ints, drafted: Ints, accepted: Ints, blocks: Floats) -> int:
+    def learn(self, slots: Ints, drafted: Ints, accepted: Ints, blocks: Floats) -> None:
         """After steps of the same requests: drafted and accepted [steps, slots], and the blocks of each step. Drafts
-        behind the first refused are neither taken nor refused. Returns how many texts have changed."""
+        behind the first refused are neither taken nor refused."""
         own, position, age = self._own, self._positions, np.arange(len(drafted))[::-1, None]
         drafted, accepted = drafted[..., None], accepted[..., None]
         right, compared = position < accepted, position < np.minimum(accepted + 1, drafted)
@@ -206,7 +211,7 @@ class Survival:
         self._prior_is_old = True
         excess = np.where(compared, right - chances, 0.0).sum(2)
         doubt = np.where(compared, chances * (1 - chances), 0.0).sum(2)
-        return self._watch(slots, np.stack((excess, doubt), 2), age)
+        self._watch(slots, np.stack((excess, doubt), 2), age)
 
     def forget(self, slots: Ints) -> None:
         """The text has changed: what was learnt, and what other requests showed, counts as one observation each."""
@@ -243,7 +248,7 @@ class Survival:
             compared = told[::-1, mine].reshape(size) & ~np.isnan(blocks)
             self.fits.learn(kind, blocks, right[::-1, mine].reshape(size), compared)
 
-    def _watch(self, slots: Ints, steps: Floats, age: Ints) -> int:
+    def _watch(self, slots: Ints, steps: Floats, age: Ints) -> None:
         """Compares steps with what was expected; text that changed is forgotten faster than memory fades."""
         fade = np.array((FADE, FADE**2))
         surprise = self._own.surprise[slots] * fade ** len(steps) + (steps * fade ** age[..., None]).sum(0)
@@ -252,7 +257,6 @@ class Survival:
         changed = surprise[:, 0] ** 2 > SURPRISE * (surprise[:, 1] + 0.5)
         if changed.any():
             self.forget(slots[changed])
-        return int(changed.sum())
 
 
 class State(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sparkdraft.bridges.vllm import plugin
-from sparkdraft.bridges.vllm.plugin.depth_steps import DepthSteps, usual_depths
+from sparkdraft.bridges.vllm.plugin.depth_steps import DepthSteps
 from sparkdraft.bridges.vllm.plugin.patches import (
     APPLIED,
     FAILED,
@@ -151,10 +151,6 @@ def steps_of(
         seen.append(deepest)
     depths.finished(wanted)
     return seen, tokens / now
-
-
-def test_the_depths_are_those_of_our_engine() -> None:
-    assert usual_depths(15) == [0, 1, 3, 7, 15] and usual_depths(1) == [0, 1] and usual_depths(4) == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize("num", [1, 3])

@@ -81,8 +81,8 @@ def test_cut_blocks_leave_states_experts_and_keys_as_plain_steps_do(
     known = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
     monkeypatch.setattr(slots, "_draft", KnownText(slots, known, llm.model_config.vocab_size))
     dear_rows(drafting, monkeypatch)
-    learn = drafting.learn_overlapped
-    monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, *rest: (seen.extend(steps), learn(steps, *rest)))
+    learn = drafting.learn_drafted
+    monkeypatch.setattr(drafting, "learn_drafted", lambda steps, *rest: (seen.extend(steps), learn(steps, *rest)))
     assert texts(llm, PROMPTS, params(AUTO)) == plain and all_is_free(llm)
     assert len({o.verified for o in seen if o.verified < o.drafted}) > 2, "blocks are cut at several places"
     assert any(o.accepted < o.verified for o in seen) and sum(o.accepted for o in seen) > OUTPUT

@@ -73,14 +73,14 @@ def llm() -> LLM:
 def outcomes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Outcome]]:
     """What became of the drafts of overlapped steps."""
     drafting, seen = llm.engine.drafting, list[Outcome]()
-    learn = drafting.learn_overlapped
+    learn = drafting.learn_drafted
 
     def watched(steps: list[Outcome], rows: int, seconds: float, verify: float) -> None:
         assert 0 <= verify <= seconds or not seconds
         seen.extend(steps)
         learn(steps, rows, seconds, verify)
 
-    monkeypatch.setattr(drafting, "learn_overlapped", watched)
+    monkeypatch.setattr(drafting, "learn_drafted", watched)
     yield seen
 
 
@@ -128,12 +128,12 @@ def test_a_part_that_is_longer_than_the_step_is_not_believed(
 ) -> None:
     steps = device_steps(llm)
     work = Work(Request("x", 0, [1], SamplingParams(), 0, 8), 0, 1, True, most_drafts=1)
-    step = Launched(Batch([work]), {work.request: 0}, [], 1, 2, True, [])
+    step = Launched(Batch([work]), {work.request: 0}, [], 1, 2, True, False)
     step.slots = torch.tensor([[7, 8, 0, 1, int(verify * 1e9), 0]], dtype=torch.int32)
     monkeypatch.setattr(steps, "_unread", deque([step]))
     monkeypatch.setattr(steps, "_read_at", time.perf_counter() - took)
     read = steps.read()
-    assert read.seconds >= took and read.verify_seconds == pytest.approx(known)
+    assert read.seconds >= took and read.verify_seconds == pytest.approx(known) and bool(read.seconds) == bool(known)
 
 
 def test_the_host_learns_from_what_the_device_says(

@@ -18,11 +18,11 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import Batch, FinishReason, GrammarSpec, StepOutput
 from sparkdraft.engine import device_steps as device_steps_module
-from sparkdraft.engine.device_steps import OFTEN, RING
+from sparkdraft.engine.device_steps import OFTEN, RING, DeviceSteps
 from sparkdraft.engine.slots import Chunks, Ran, StepKind
 from sparkdraft.kernels.ops import IN_PROMPT
 from sparkdraft.kernels.reference import accept_drafts, pack_rows
-from tests.fakes.steps import device_steps, on_device, on_host
+from tests.fakes.steps import Uncaptured, device_steps, on_device, on_host
 from tests.models.tiny import write_tiny
 
 TEXTS = [
@@ -149,6 +149,7 @@ def test_a_step_runs_hardly_more_tokens_than_it_packs(
         return found
 
     monkeypatch.setattr(steps.slots, "forward", packed)
+    monkeypatch.setattr(device_steps_module, "OFTEN", 1)
     depths = (12, 0, 3, 0, 1)
     params = [SamplingParams(max_tokens=30, num_draft=depth, ignore_eos=True, seed=7) for depth in depths]
     assert written(overlapped, params) == written(host, params)
@@ -173,22 +174,16 @@ def test_a_step_of_fewer_tokens_is_captured_if_it_comes_up_often(
     assert steps._smaller(few, 3, has_prompts=False) == few, "up to 16 tokens take the time of one"
 
 
-class Plain:
-    """Captured steps that are run."""
-
-    def __init__(self, run: Callable[[StepKind], torch.Tensor]) -> None:
-        self.replay = run
-
-
 def test_what_captured_steps_cost_is_known_before_the_first_request(
     overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, drafting = device_steps(overlapped), overlapped.engine.drafting
     told = list[tuple[int, ...]]()
-    monkeypatch.setattr(drafting, "_measured", lambda tokens, num, longest, *rest: told.append((tokens, num, *rest)))
+    assert drafting.budget
+    monkeypatch.setattr(drafting.budget, "measured", lambda tokens, num, *rest: told.append((tokens, num, *rest[1:])))
     kinds = [StepKind(size, depth, size * (1 + depth), False) for size in (1, 4) for depth in (0, 7)]
     with torch.inference_mode():
-        steps.measure(Plain(steps.slots.step), kinds)  # type: ignore[arg-type]
+        DeviceSteps.measure(steps, Uncaptured(steps.slots.step), kinds)  # type: ignore[arg-type]
     assert {(tokens, num) for tokens, num, *_ in told} == {(1, 1), (8, 1), (4, 4), (32, 4)}
     for tokens, num, verify, draft, drafting_for, depth in told:
         assert verify > 0 and draft >= 0 and (drafting_for, depth) == ((0, 0) if tokens == num else (num, 7))
@@ -249,10 +244,8 @@ def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
     steps = SlowToRecord(device.slots.step, clock)
     monkeypatch.setattr(device, "_steps", steps)
     monkeypatch.setattr(device_steps_module, "time", clock)
-    monkeypatch.setattr(
-        drafting, "learn_overlapped", lambda steps, rows, seconds, *_: seen.append((steps[0][1], seconds))
-    )
-    monkeypatch.setattr(drafting, "learn_plain", lambda requests, seconds: seen.append((0, seconds)))
+    monkeypatch.setattr(drafting, "learn_drafted", lambda steps, rows, seconds, *_: seen.append((steps[0][1], seconds)))
+    monkeypatch.setattr(drafting, "learn_plain", lambda requests, seconds, verify: seen.append((0, seconds)))
     depths = iter([0, 0, 0, 0, 3, 3, 3, 0, 3, 3] + [0] * 99)
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, next(depths)))
     overlapped.generate(TEXTS[:1], SamplingParams(max_tokens=24, ignore_eos=True))

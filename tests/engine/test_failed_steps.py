@@ -57,6 +57,7 @@ PLACES += [
     "_follow_up",
     "steps._sample_rows",
     "pool.allocate",
+    "scheduler.groups.drop",
 ]
 
 

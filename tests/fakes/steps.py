@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
 from sparkdraft import LLM
 from sparkdraft.engine.device_steps import DeviceSteps
-from sparkdraft.engine.graphs import gpu_sizes
 from sparkdraft.engine.host_steps import HostSteps
 
 
+class Uncaptured:
+    """Graphs that run what others replay, with the same padding."""
+
+    fallbacks: tuple[str, ...] = ()
+
+    def __init__(self, run: Callable[[Any], Any]) -> None:
+        self.run, self._kinds = run, set[Any]()
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._kinds
+
+    def record(self, kinds: Iterable[Any]) -> None:
+        self._kinds.update(kinds)
+
+    def replay(self, kind: Any) -> Any:
+        self._kinds.add(kind)
+        return self.run(kind)
+
+
 def on_device(llm: LLM) -> LLM:
-    """The steps of a GPU. On a CPU they run uncaptured, with the empty slots that captured steps have."""
+    """The steps of a GPU. On a CPU they are not captured."""
     engine = llm.engine
     engine.steps = steps = DeviceSteps(engine.runner, engine.sampler, engine.drafting)
-
-    def padded(num_requests: int, depth: int = 0) -> int:
-        sizes = gpu_sizes(engine.runner.plan.max_seqs, depth > 0)
-        return next(size for size in (0, *sizes) if size >= num_requests)
-
-    steps._size = padded  # type: ignore[method-assign]
+    if engine.plan.device == "cpu":
+        steps._steps = Uncaptured(lambda kind: steps.slots.step(kind))  # type: ignore[assignment]
+        steps._forwards = Uncaptured(lambda kind: steps.slots.forward(kind))  # type: ignore[assignment]
+        steps._prompts = Uncaptured(steps._forward_prompts)  # type: ignore[assignment]
+        steps._catching_up = Uncaptured(steps.slots.catch_up)  # type: ignore[assignment]
+        steps.measure = lambda *_: None  # type: ignore[method-assign]
+        steps.capture()
+    else:
+        with torch.inference_mode():
+            steps.capture()
     return llm
 
 

@@ -33,7 +33,7 @@ def laid_out(length: list[int], tables: list[list[int]], token: list[int], width
             positions.append(place if first is None else first[lane] + i)
             here = written > 0 and place < len(tables[lane]) * size
             slots.append(tables[lane][place // size] * size + place % size if here else -1)
-        contexts.append(written - 1 + width if written else 0)
+        contexts.append(min(written - 1 + width, len(tables[lane]) * size) if written else 0)
     return ids, positions, slots, contexts
 
 

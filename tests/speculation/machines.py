@@ -122,11 +122,13 @@ def run(
     tokens: int = 0,
     seed: int = 0,
     opened: Sequence[int] = (),
+    late: bool = False,
 ) -> list[Step]:
     """Requests side by side. Each text gives the acceptance at a number of tokens written of it. It ends after so many
-    seconds, or when each request has written so many tokens."""
+    seconds, or when each request has written so many tokens. late: a step is recorded after the next was chosen, as on
+    a GPU."""
     rng, slots = random.Random(seed), list(opened) or [made.open(0) for _ in texts]
-    written, now, steps = [0] * len(texts), 0.0, list[Step]()
+    written, now, steps, unread = [0] * len(texts), 0.0, list[Step](), list[tuple[list[int], list[int]]]()
     while now < seconds or min(written) < tokens:
         depths = made.choose(slots, 100)
         chances = [text(count) for text, count in zip(texts, written, strict=True)]
@@ -135,7 +137,9 @@ def run(
         took = machine.step(len(slots), sum(depths), drafting, max(depths))
         steps.append(Step(now, took, sum(written), depths, accepted))
         measure(made, machine, rng, len(slots), sum(depths), drafting, max(depths))
-        made.record(slots, depths, accepted)
+        unread.append((depths, accepted))
+        if len(unread) > late:
+            made.record(slots, *unread.pop(0))
         written, now = [w + 1 + a for w, a in zip(written, accepted, strict=True)], now + took
     return steps
 

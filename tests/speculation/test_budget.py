@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from itertools import product
 from statistics import mean, median
 
 import numpy as np
@@ -60,9 +61,10 @@ def best_alike(machine: Machine, texts: Sequence[Sequence[float]]) -> float:
 @pytest.mark.parametrize(("name", "num"), ALWAYS_WRONG)
 def test_a_drafter_that_is_always_wrong_costs_two_percent_from_the_first_second(name: str, num: int) -> None:
     machine = MACHINES[name]
-    for seed in range(2 if num < 64 else 1):
+    for seed, late in product(range(2 if num < 64 else 1), {False, machine.for_all}):
         made = budget(machine, sorted({1, num}), seed=seed)
-        assert plain_share(machine, num, run(made, machine, [lambda _: flat(0.0)] * num, 1.0, seed=seed)) > 0.98
+        steps = run(made, machine, [lambda _: flat(0.0)] * num, 1.0, seed=seed, late=late)
+        assert plain_share(machine, num, steps) > 0.98
 
 
 @pytest.mark.parametrize("name", ["cpu", "8b"])
@@ -299,7 +301,7 @@ def calls_to_choose(num: int, gaps: bool) -> tuple[float, int]:
 @pytest.mark.parametrize("gaps", [False, True])
 def test_choosing_calls_as_many_functions_for_many_requests_as_for_one(gaps: bool) -> None:
     one, many = calls_to_choose(1, gaps), calls_to_choose(64, gaps)
-    assert many[1] < 1.5 * one[1] and many[1] < 500
+    assert many[1] < 2 * one[1] and many[1] < 500
     assert one[0] <= 12, "a choice holds for some steps"
 
 

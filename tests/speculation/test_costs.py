@@ -30,6 +30,8 @@ def test_a_curve_survives_accidents_and_follows_the_machine() -> None:
     assert curve.at(4) == pytest.approx(1.0)
     curve.learn(4, 50.0)
     assert curve.mean[GRID.index(4)] < 1.1
+    curve.learn(4, 0.1)  # the step before was read late
+    assert curve.mean[GRID.index(4)] > 0.95
     ratio = curve.mean[0] / curve.mean[3]
     for _ in range(60):
         curve.learn(4, 1.4)  # a slower machine: a step of one token, not visited, is believed slower too

@@ -198,7 +198,7 @@ void sd_make_rows(const int32_t* length, const int32_t* tables, const int32_t* t
             positions[row] = int32_t(first ? first[s] + i : place);
             slots[row] = inside ? int32_t(tables[s * max_blocks + block] * block_size + place % block_size) : -1;
         }
-        context_len[s] = alive ? int32_t(length[s] - 1 + width) : 0;
+        context_len[s] = alive ? int32_t(std::min(length[s] - 1 + width, max_blocks * block_size)) : 0;
     }
 }
 

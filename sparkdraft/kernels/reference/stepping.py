@@ -40,14 +40,15 @@ def admit_drafts(gaps: Tensor, most: Tensor, temperature: Tensor, terms: DraftTe
 def make_rows(
     length: Tensor, tables: Tensor, token: Tensor, width: int, block_size: int, fill: int, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An empty sequence's rows, and rows past the last block of the tables, have slot -1; an empty sequence sees no
-    keys. Where the tables leave out blocks, 'length' counts the ids in those that are left, and 'first' is the position
-    of the last."""
+    """An empty sequence's rows, and rows past the last block of the tables, have slot -1. An empty sequence sees no
+    keys, and no sequence sees more than its blocks hold. Where the tables leave out blocks, 'length' counts the ids in
+    those that are left, and 'first' is the position of the last."""
     alive, count = length > 0, torch.arange(width, dtype=torch.int32, device=length.device)
     ids = torch.cat([token.unsqueeze(1), token.new_full((len(token), width - 1), fill)], 1)
     places, slots = _slots(length, tables, count, block_size)
     positions = places if first is None else first.unsqueeze(1) + count
-    return ids.flatten(), positions.flatten(), slots.flatten(), (length - 1 + width).where(alive, 0)
+    context = (length - 1 + width).clamp(max=tables.shape[1] * block_size).where(alive, 0)
+    return ids.flatten(), positions.flatten(), slots.flatten(), context
 
 
 def pack_rows(

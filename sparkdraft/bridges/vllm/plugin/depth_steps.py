@@ -7,29 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sparkdraft.speculation.budget import Budget
+from sparkdraft.speculation.budget import Budget, depth_choices
 from sparkdraft.speculation.survival import Kind
 
 START = 0.7  # the acceptance that requests begin with
 
 
-def usual_depths(most: int) -> list[int]:
-    """The depths our own engine chooses among: 0, 1, 3, 7 and so on up to `most`."""
-    depths, depth = [0], 1
-    while depth < most:
-        depths.append(depth)
-        depth = 2 * depth + 1
-    return [*depths, most]
-
-
 class DepthSteps:
     def __init__(self, most: int, depths: Sequence[int] = ()) -> None:
         """most: drafts per step that the drafter makes. depths: the choices, such as those with CUDA graphs (default:
-        usual_depths); 0 is always among them, so that drafting can pause."""
+        those of our own engine); 0 is always among them, so that drafting can pause."""
         self.most = most
         kind = Kind(START, drawn=False, by_model=True, finds_gaps=False)
-        self._budget = Budget(most, [kind], sorted({0, *(depths or usual_depths(most))}))
+        self._budget = Budget(most, [kind], sorted({0, *(depths or depth_choices(most))}))
         self._slots: dict[str, int] = {}
+        self._verified: list[tuple[int, int, int]] = []  # slot, drafts, accepted: of requests of the last step
         self._last: float | None = None  # when the last step ended; None: idle since
 
     def choose(self, contexts: Mapping[str, int]) -> dict[str, int]:
@@ -38,13 +30,14 @@ class DepthSteps:
         for name in contexts:
             if name not in self._slots:
                 self._slots[name] = self._budget.open(0)
+        self._record()
         slots = [self._slots[name] for name in contexts]
         return dict(zip(contexts, self._budget.choose(slots, max(contexts.values(), default=0)), strict=True))
 
     def verified(self, name: str, drafted: int, accepted: int) -> None:
         """Records a step of one request; without drafts, a plain step."""
         if name in self._slots:
-            self._budget.record([self._slots[name]], [drafted], [accepted])
+            self._verified.append((self._slots[name], drafted, accepted))
 
     def ended(self, now: float, depths: Sequence[int], num: int, context: int, is_pure: bool) -> None:
         """Records the end of a step of `num` requests. depths: drafts verified, of the requests that had any.
@@ -62,6 +55,13 @@ class DepthSteps:
         self._last = None
 
     def finished(self, names: Iterable[str]) -> None:
+        self._record()
         for name in names:
             if (slot := self._slots.pop(name, None)) is not None:
                 self._budget.close(slot)
+
+    def _record(self) -> None:
+        """Tells the budget of the last step, of all its requests at once."""
+        verified, self._verified = self._verified, []
+        if verified:
+            self._budget.record(*zip(*verified, strict=True))

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
 _living: WeakSet[Graph] = WeakSet()
 _broken: list[torch.cuda.CUDAGraph] = []  # graphs of failed captures, which torch may still ask about
@@ -66,7 +65,7 @@ def _taken() -> int:
 class Graph:
     RUN_FIRST: ClassVar = True
 
-    def __init__(self, run: Callable[[], Tensor], beside: Graph | None = None) -> None:
+    def __init__(self, run: Callable[[], Any], beside: Graph | None = None) -> None:
         """'run' has run before, which loaded its kernels. 'output' is filled by `replay`."""
         torch.cuda.synchronize()
         self._graph, before = torch.cuda.CUDAGraph(), _taken()
@@ -77,6 +76,6 @@ class Graph:
         self.nbytes = max(_taken() - before, 0)
         _living.add(self)
 
-    def replay(self) -> Tensor:
+    def replay(self) -> Any:
         self._graph.replay()
         return self.output

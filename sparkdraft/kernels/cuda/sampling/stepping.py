@@ -104,7 +104,8 @@ def _make_rows(
     tl.store(ids + target, tl.where(column == 0, tl.load(token + seq), rest), mask=inside)
     tl.store(positions + target, position, mask=inside)
     tl.store(slots + target, slot, mask=inside)
-    tl.store(context_len + seq, tl.where(written > 0, written - 1 + WIDTH, 0))
+    seen = tl.minimum(written - 1 + WIDTH, num_blocks * BLOCK_SIZE)
+    tl.store(context_len + seq, tl.where(written > 0, seen, 0))
 
 
 @triton.jit
