@@ -12,7 +12,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli import bench_traffic
-from sparkdraft.cli.bench_traffic import SAMPLED
 from sparkdraft.cli.console import show_fallbacks
 from sparkdraft.cli.options import (
     add_engine_flags,
@@ -74,7 +73,7 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--output-len", default="64", help="tokens of output (default 64); a range with drawn lengths")
     parser.add_argument("--requests", type=int, default=0, help="requests of drawn lengths (default: 8 per stream)")
-    add_sampling_group(parser, SamplingParams(), SAMPLED)
+    add_sampling_group(parser, SamplingParams(), bench_traffic.SAMPLED)
     bench_traffic.add_traffic_flags(parser)
     # spec: off, or with --drafter-shape the whole block
     add_engine_flags(parser, without=("prefix_cache", "ngram", "count_ids"), spec="")
@@ -96,6 +95,7 @@ def run(args: Namespace) -> int:
     args.kv_tokens = args.kv_tokens or max(streams) * room
     from sparkdraft.engine.machine import detect
     from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
+    from sparkdraft.operate.bench.traffic import how_sampled
 
     params = SamplingParams(**given_sampling(args))
     others, found = OtherPrograms(), detect(EngineConfig(**engine_options(args)))
@@ -109,7 +109,7 @@ def run(args: Namespace) -> int:
     matmul = f", matmul {ceilings.matmul / 1e12:.0f} TFLOP/s" if ceilings.matmul else ""
     print(f"{label} on {plan.device}, {plan.weights}; memory {ceilings.bandwidth / 1e9:.1f} GB/s{matmul} measured")
     if given := given_sampling(args):
-        print("sampled with " + ", ".join(f"{name} {value:g}" for name, value in given.items()))
+        print(how_sampled(given))
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     rows = _measure_all(bench, loads)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.options import given_sampling
-from sparkdraft.core import UserError
+from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.util.progress import SELDOM, Meter, progress
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def read_traffic(args: Namespace) -> Traffic:
     prompt_len = Lengths.read("--prompt-len", args.prompt_len)
     output_len = Lengths.read("--output-len", str(args.output_len), least=2)
     limits, sampling = read_limits(args.goodput), given_sampling(args)
+    SamplingParams(**sampling)  # refuse a bad value before a model is loaded
     return Traffic(prompt_len, output_len, args.requests, args.request_rate, args.traffic_seed, sampling, limits)
 
 

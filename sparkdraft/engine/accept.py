@@ -46,7 +46,8 @@ def committed(drafts: Sequence[int], samples: Sequence[int]) -> list[int]:
 
 
 def checked(logits: Tensor, ids: Tensor) -> Tensor:
-    """The ids [rows], NONE where the logit [rows, vocab] of an id is NaN or +inf."""
+    """The ids [rows], NONE where the logit [rows, vocab] of an id is NaN or +inf. Kernels take a NaN for -inf, so a
+    row that is NaN only in part passes; one that is NaN as a whole, as after a NaN in the model, does not."""
     chosen = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
     return ids.where(chosen < float("inf"), NONE)
 

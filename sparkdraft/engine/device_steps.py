@@ -30,11 +30,11 @@ from sparkdraft.engine.runner import Rows, Runner
 from sparkdraft.engine.sampler import Sampler, SampleRow, read_logprobs, staged
 from sparkdraft.engine.slots import Asked, Chunks, Ran, Sampled, Slots, StepKind
 from sparkdraft.engine.steps import StepRead, StepResult
+from sparkdraft.plan.memory import RING
 from sparkdraft.text.grammar import GrammarState, Mask
 
 MEASURED = 3  # times that each captured step is timed at start
 OFTEN = 8  # a kind of step that is not captured is run once in so many times; else a larger one runs
-RING = 16  # plain steps after which the drafter observes their rows
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # tokens of prompts for which steps are captured
 PROMPTS = 4  # prompts in such a step, at most
 BESIDE = (0, 1, 4, 16)  # slots beside them; and as many as there are

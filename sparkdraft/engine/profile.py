@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from sparkdraft.cache.formats import kv_names
 from sparkdraft.config import ENGINE_FIELDS, NO_PROFILE, EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.plan.hardware import Hardware
+from sparkdraft.util.files import write_whole
 from sparkdraft.util.names import user_path
 from sparkdraft.weights.hub import cache_dir
 
@@ -80,14 +80,8 @@ class Profile:
         return "\n".join(parts) + "\n"
 
     def write(self, path: Path) -> None:
-        """Whole, or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            fresh.write_text(self.text(), encoding="utf-8")
-            os.replace(fresh, path)
-        finally:
-            fresh.unlink(missing_ok=True)
+        write_whole(path, self.text())
 
 
 def folder() -> Path:

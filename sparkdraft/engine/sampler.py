@@ -141,7 +141,8 @@ class EditTables:
 
     def asks(self, request: Request) -> bool:
         params = request.params
-        return bool(params.has_penalties or params.logit_bias or self._excluded(request))
+        begins = len(request.output_ids) < params.min_tokens and bool(self._excluded(request))
+        return bool(params.has_penalties or params.logit_bias or begins)
 
     def _excluded(self, request: Request) -> set[int]:
         """Ids that may not be written before min_tokens; a grammar's masks see to it themselves."""
@@ -270,9 +271,9 @@ def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
     for row in rows:
         if row.request is not known:  # the rows of a request are consecutive
             known, params = row.request, row.request.params
-            if params.temperature or params.logprobs is not None or params.min_tokens or params.logit_bias:
+            if params.temperature or params.logprobs is not None or params.logit_bias:
                 return False
-            if row.grammar or params.has_penalties:
+            if row.grammar or params.has_penalties or len(known.output_ids) < params.min_tokens:
                 return False
     return True
 

@@ -22,6 +22,7 @@ class Graphs(NamedTuple):
 
 
 FILLED = 0.9  # of the memory of native compiled steps, which is taken in pieces
+RING = 16  # plain steps of a GPU after which the drafter observes their rows
 GRAPHS = {"native": Graphs(256, bytes_each=2_000), "cuda": Graphs(64, room=64 << 20)}  # per kernels' name
 
 
@@ -120,5 +121,14 @@ def scratch_bytes(
     sampled = 4 * max_seqs  # the logits twice, the counts, and what the reference's filters need
     if draft:
         width += len(draft.aux_layers) * model.hidden_size
-        sampled += (2 if kernels == "cuda" else 1) * max_seqs * draft.max_depth
+        sampled += (3 if kernels == "cuda" else 1) * max_seqs * draft.max_depth  # log-probabilities keep the raw ones
     return max_step_tokens * width * itemsize + sampled * model.vocab_size * 4
+
+
+def slot_bytes(
+    model: ModelConfig, context: int, block_size: int, max_seqs: int, itemsize: int, draft: DrafterCaps | None = None
+) -> int:
+    """Bytes of what a GPU keeps of each request that decodes (engine/slots.py): its text, its block table, and the
+    hidden states that a drafter has not observed."""
+    hidden = RING * len(draft.aux_layers) * model.hidden_size * itemsize if draft else 0
+    return max_seqs * (4 * (context + -(-context // block_size)) + hidden)

@@ -23,7 +23,7 @@ from sparkdraft.drafters.ngram import NGRAM_DEPTH
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import MemoryPlan, graph_bytes, rope_bytes, scratch_bytes, weight_bytes
+from sparkdraft.plan.memory import MemoryPlan, graph_bytes, rope_bytes, scratch_bytes, slot_bytes, weight_bytes
 from sparkdraft.weights.plane_layout import ROWS, StoredBytes
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
@@ -107,6 +107,8 @@ def resolve(
     held = _held(model, _positions(config, model), WEIGHT_ITEMSIZE[weights], drafter, stored, as_floats)
     scratch = scratch_bytes(model, max_step_tokens, max_seqs, itemsize, kernels, drafter)
     scratch += kv.scratch_bytes(config, model, max_step_tokens, itemsize)
+    if kernels == "cuda":
+        scratch += slot_bytes(model, max_model_len, config.block_size, max_seqs, itemsize, drafter)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - graph_memory
     states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
     max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)

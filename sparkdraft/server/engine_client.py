@@ -2,7 +2,7 @@
 
 The two share a socket pair, so each sees at once when the other is gone: the child exits, or the parent fails what was
 in flight and starts a new child. One asyncio protocol puts each event into the mailbox of its request; a reader takes
-all that are there at once.
+those that are there at once.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ FIRST_START = 10  # assumed seconds of a start before one was measured
 BEAT = 0.5  # seconds between two pings
 SILENT = 2.0  # seconds without a byte from the engine after which it counts as unresponsive
 RETRY = 5  # seconds after which a client may try again meanwhile
+AT_ONCE = 256  # events that a reader takes at most
 
 
 class EngineError(Exception):
@@ -429,13 +430,14 @@ class Mailbox:
         self._arrived.set()
 
     async def take(self) -> list[StepOutput]:
-        """Wait for at least one event and return all that are there. Raises the error that ended the request."""
+        """Waits for at least one event and returns those that are there: AT_ONCE at most, so that a client that has not
+        read for long does not hold up the others. Raises the error that ended the request."""
         while not self.events:
             if self.error is not None:
                 raise self.error
             self._arrived.clear()
             await self._arrived.wait()
-        events, self.events = self.events, []
+        events, self.events = self.events[:AT_ONCE], self.events[AT_ONCE:]
         return events
 
 

@@ -7,6 +7,7 @@ import asyncio
 import builtins
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from typing import Any
@@ -20,10 +21,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sparkdraft.cli.main import main
-from sparkdraft.core import UserError
+from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.common.config import uniform_config
-from sparkdraft.operate.bench import random_model
+from sparkdraft.operate.bench import in_process, random_model, streaming
 from sparkdraft.operate.bench.streaming import Answer, Chunks, read
 from sparkdraft.operate.bench.traffic import IDS, Lengths, Planned, Record, Traffic, describe, figures, read_limits
 from tests.cli.said import said
@@ -71,7 +72,7 @@ def test_arrivals_are_a_poisson_process() -> None:
 def test_ranges_and_limits_are_read() -> None:
     assert Lengths.read("--x", "64:512") == Lengths(64, 512) and str(Lengths.read("--x", "128")) == "128"
     assert read_limits(["ttft:150", "tpot:20.5"]) == {"ttft": 150, "tpot": 20.5}
-    for wrong in ("9:3", "0:4", "a", ":3", "-1", "3:4:5"):
+    for wrong in ("9:3", "0:4", "a", ":3", "3:", "-1", "3:4:5"):
         with pytest.raises(UserError, match="--x is"):
             Lengths.read("--x", wrong)
     for wrong in ("ttft", "ttft:x", "itl:3", "tpot:0", "tpot:nan"):
@@ -147,7 +148,8 @@ class Script:
         self.clients.add(request.client)
         if how == "refuse":
             return JSONResponse({"error": {"message": "the queue is full"}}, 429)
-        return StreamingResponse(self.stream(body, how), media_type="text/event-stream")
+        headers = {"connection": "close"} if how == "close" else None
+        return StreamingResponse(self.stream(body, how), media_type="text/event-stream", headers=headers)
 
     async def stream(self, body: dict[str, Any], how: str) -> AsyncIterator[str]:
         self.running += 1
@@ -235,6 +237,62 @@ def test_errors_are_counted(how: str, words: str, url: str, script: Script, caps
     planned = Traffic(*both(), requests=4).plan(1)
     assert (row["errors"], row["first_error"]) == (1, words)
     assert row["tokens"] == sum(each.output_len for i, each in enumerate(planned) if i != 2)
+
+
+def test_a_server_that_closes_connections_is_not_at_fault(
+    url: str, script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.breaks[-1] = "close"
+    report, _ = bench(capsys, "serve", "--url", url, *DRAWN, "--concurrency", "1", "--requests", "10")
+    assert report["rows"][0]["errors"] == 0 and len(script.clients) >= 10
+
+
+def test_a_request_on_a_connection_that_the_server_has_just_closed_is_sent_again() -> None:
+    async def run() -> list[Record]:
+        async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            usage = json.dumps({"choices": [{"text": "x"}], "usage": {"completion_tokens": 2}})
+            body = f"data: {usage}\n\ndata: [DONE]\n\n".encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            await asyncio.sleep(0.02)  # the next request is on its way by now
+            writer.close()
+
+        server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        target = streaming.Target(f"http://127.0.0.1:{port}", "", "m", {})
+        records, _ = await streaming.run(target, TRAFFIC.plan(1)[:5], 1, lambda: None)
+        server.close()
+        return records
+
+    assert [record.error for record in asyncio.run(run())] == [""] * 5
+
+
+class SlowSteps:
+    """An engine whose step takes a tenth of a second and ends every request."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def add(self, prompt: list[int], params: SamplingParams) -> str:
+        self.ids.append(f"r{len(self.ids)}")
+        return self.ids[-1]
+
+    def step(self) -> list[StepOutput]:
+        time.sleep(0.1)
+        ended, self.ids = self.ids, []
+        return [StepOutput(id, 0, [1], "", FinishReason.LENGTH) for id in ended]
+
+
+def test_a_request_that_arrives_during_a_step_has_waited_for_it() -> None:
+    planned = [Planned(at, [5], 2) for at in (0.0, 0.03, 0.06)]
+    engine: Any = SlowSteps()
+    records, _ = in_process.run(engine, planned, 8, {}, lambda: None)
+    assert [record.first for record in records] == [pytest.approx(t, abs=0.05) for t in (0.1, 0.17, 0.14)]
+    engine = SlowSteps()
+    records, _ = in_process.run(engine, planned, 1, {}, lambda: None)
+    assert [record.first for record in records] == [pytest.approx(0.1, abs=0.05)] * 3, (
+        "it is sent when there is a place"
+    )
 
 
 def test_a_server_that_fails_every_time_is_one_sentence(

@@ -16,6 +16,7 @@ from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.accept import NONE
 from sparkdraft.engine.sampler import (
     LOGPROB_ROWS,
+    EditTables,
     Sampler,
     SampleRow,
     draws_of,
@@ -180,6 +181,9 @@ def test_bias_and_min_tokens() -> None:
     assert sample(logits, [request(SamplingParams(min_tokens=1))], eos=frozenset({9})) != [9]
     assert sample(logits, [request(SamplingParams(min_tokens=1), output=[1])], eos=frozenset({9})) == [9]
     assert sample(logits, [request(SamplingParams(min_tokens=1))], eos=frozenset({9, VOCAB, -1})) != [9]
+    tables = EditTables(4, VOCAB, frozenset({9}), torch.device("cpu"))
+    asks = [tables.asks(request(SamplingParams(min_tokens=2), output=[1] * n)) for n in (0, 1, 2)]
+    assert asks == [True, True, False], "only its first ids are edited"
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from sparkdraft.core import FinishReason, SamplingParams, StepOutput
 from sparkdraft.server import messages
 from sparkdraft.server.app import create_app
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_client import EngineClient, EngineError
+from sparkdraft.server.engine_client import AT_ONCE, EngineClient, EngineError
 from sparkdraft.server.engine_process import EngineLoop
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol import shapes
@@ -80,6 +80,10 @@ def test_the_events_of_a_message_are_one_batch_of_their_reader() -> None:
         assert len(await anext(late)) == 3, "a reader that is late gets all at once, and then the error"
         with pytest.raises(EngineError):
             await anext(late)
+        slow = client.submit("slow", [1], SamplingParams())
+        for _ in range(AT_ONCE + 3):
+            client._receive(messages.Tokens([StepOutput("slow", 0, [65], "A", None)]))
+        assert [len(await anext(slow)) for _ in range(2)] == [AT_ONCE, 3], "one that was gone for long does not block"
 
     asyncio.run(run())
 

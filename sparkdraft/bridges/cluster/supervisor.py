@@ -22,6 +22,7 @@ from sparkdraft.bridges.cluster.hosts import Cluster, Host
 from sparkdraft.bridges.cluster.node.processes import identity, runs
 from sparkdraft.bridges.cluster.ranks import Job, Rank, end_ranks, start_ranks
 from sparkdraft.core import UserError
+from sparkdraft.util.files import write_whole
 from sparkdraft.weights.hub import cache_dir
 
 STARTING, READY, RESTARTING, ENDING, DOWN, FAILED = "starting", "ready", "restarting", "ending", "down", "failed"
@@ -93,10 +94,8 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        new = self.folder / "state.new"
         with suppress(OSError):  # a full disk must not end a server
-            new.write_text(json.dumps(asdict(self.state), indent=1), encoding="utf-8")
-            os.replace(new, self.folder / "state.json")
+            write_whole(self.folder / "state.json", json.dumps(asdict(self.state), indent=1))
 
 
 class Supervisor:

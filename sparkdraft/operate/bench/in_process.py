@@ -18,21 +18,22 @@ from sparkdraft.operate.bench.traffic import Answered, Planned, Record
 def run(
     engine: Engine, planned: Sequence[Planned], streams: int, sampling: dict[str, Any], answered: Answered
 ) -> tuple[list[Record], float]:
-    """Add the requests as they arrive, at most 'streams' at once; return their records, and the seconds in all."""
+    """Adds the requests as they arrive, at most 'streams' at once; returns their records, and the seconds in all. A
+    request begins when it arrives and there is a place for it, even if that is in the middle of a step."""
     coming, running, records = deque(planned), dict[str, Record](), list[Record]()
-    begin = time.perf_counter()
+    begin = free = time.perf_counter()  # free: when a place became free that had been waited for
     while coming or running:
         while coming and len(running) < streams and coming[0].at <= time.perf_counter() - begin:
             each = coming.popleft()
             params = SamplingParams(max_tokens=each.output_len, ignore_eos=True, **sampling)
-            record = Record(time.perf_counter())
+            record = Record(max(begin + each.at, free))
             records.append(record)
             running[engine.add(each.prompt, params)] = record
         if not running:
             time.sleep(max(0.0, begin + coming[0].at - time.perf_counter()))
             continue
         outputs = engine.step()
-        now = time.perf_counter()
+        now, full = time.perf_counter(), len(running) == streams
         for output in outputs:
             record = running[output.request_id]
             record.tokens += len(output.ids)
@@ -41,5 +42,6 @@ def run(
             if output.finish:
                 record.ended = now
                 del running[output.request_id]
+                free = now if full else free
                 answered()
     return records, time.perf_counter() - begin

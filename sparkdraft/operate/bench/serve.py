@@ -26,6 +26,7 @@ import numpy as np
 
 from sparkdraft.core import UserError
 from sparkdraft.operate.bench.prompts import read_questions
+from sparkdraft.operate.bench.traffic import how_sampled
 from sparkdraft.util.sse import async_lines_of
 
 Messages = list[dict[str, Any]]
@@ -522,8 +523,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _how(report: dict[str, Any]) -> str:
     end = ", past the model's own end" if report["ignore_eos"] else ""
-    sampling = ", ".join(f"{name} {value:g}" for name, value in report["sampling"].items()) or "greedy"
-    tokens = f"Up to {report['output_len']} tokens per answer{end}, {sampling}; "
+    tokens = f"Up to {report['output_len']} tokens per answer{end}, {how_sampled(report['sampling'])}; "
     tokens += (
         "counted by the server" if report["tokens_from"] == "usage" else "counted by pieces of the stream, for want"
     )

@@ -59,7 +59,7 @@ class Connection(asyncio.Protocol):
     """A connection to the server, for one request after the other."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self.closed = self.ends = False  # ends: the server closes it after this answer
         self._transport: asyncio.Transport | None = None
         self._answered: asyncio.Future[None] | None = None
         self._begin()
@@ -107,12 +107,15 @@ class Connection(asyncio.Protocol):
     def _read_head(self, head: bytes) -> None:
         first, *lines = head.split(b"\r\n")
         self.status = int(first.split()[1])
+        self.ends = first.startswith(b"HTTP/1.0")
         for line in lines:
             name, _, value = line.lower().partition(b":")
             if name == b"transfer-encoding" and b"chunked" in value:
                 self._chunks = Chunks()
             elif name == b"content-length":
                 self._left = int(value)
+            elif name == b"connection":
+                self.ends = b"close" in value
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
@@ -142,11 +145,16 @@ class Target:
         return f"{self._head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
     async def send(self, request: bytes) -> Answer:
-        """Send a request and wait for its answer. A failure is recorded, never raised."""
+        """Sends a request and waits for its answer. A failure is recorded, never raised. A connection that was kept may
+        be closed by the server at this very moment: then the request is sent again."""
         answer, connection = Answer(Record(time.perf_counter())), None
         try:
-            connection = await self._connection()
-            await connection.request(request)
+            if kept := self._kept():
+                connection = kept
+                await kept.request(request)
+            if connection is None or not connection.status:
+                connection = await self._connect()
+                await connection.request(request)
         except TimeoutError:
             answer.record.error = f"no end of the answer within {TIMEOUT:g} s"
         except OSError as error:
@@ -154,16 +162,19 @@ class Target:
         answer.record.ended = time.perf_counter()
         if connection is not None:
             answer.status, answer.reads = connection.status, connection.reads
-            if answer.record.error:
+            if answer.record.error or connection.ends:
                 connection.close()
             elif not connection.closed:
                 self._free.append(connection)
         return answer
 
-    async def _connection(self) -> Connection:
+    def _kept(self) -> Connection | None:
         while self._free:
             if not (connection := self._free.pop()).closed:
                 return connection
+        return None
+
+    async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         return (await loop.create_connection(Connection, self._host, self._port, ssl=self._tls))[1]
 

@@ -35,9 +35,10 @@ class Lengths:
     @classmethod
     def read(cls, flag: str, text: str, least: int = 1) -> Lengths:
         low, _, high = text.partition(":")
-        if not (low.isdecimal() and (high or low).isdecimal() and least <= int(low) <= int(high or low)):
+        high = high if ":" in text else low
+        if not (low.isdecimal() and high.isdecimal() and least <= int(low) <= int(high)):
             raise UserError(f"{flag} is '{text}'; give a number from {least}, or a range such as 64:512")
-        return cls(int(low), int(high or low))
+        return cls(int(low), int(high))
 
     def __str__(self) -> str:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
@@ -126,8 +127,9 @@ class Record:
         return [after - before for before, after in pairwise(self.pieces)]
 
     def meets(self, limits: dict[str, float]) -> bool:
+        """Whether a request that did not fail was within the limits."""
         took = {"ttft": self.first, "tpot": self.per_token, "e2el": self.ended - self.began}
-        return not self.error and all(1e3 * took[name] <= limit for name, limit in limits.items())
+        return all(1e3 * took[name] <= limit for name, limit in limits.items())
 
 
 def figures(records: Sequence[Record], seconds: float, streams: int, limits: dict[str, float]) -> dict[str, Any]:
@@ -178,11 +180,15 @@ def describe(traffic: Traffic) -> str:
     arrive = "the next request begins when one ends"
     if not math.isinf(traffic.rate):
         arrive = f"requests arrive at {traffic.rate:g} a second (Poisson)"
-    sampling = ", ".join(f"{name} {value:g}" for name, value in traffic.sampling.items()) or "greedy"
     limits = ", ".join(f"{name} {limit:g} ms" for name, limit in traffic.limits.items())
     within = f"; limits: {limits}" if limits else ""
     lengths = f"Prompts of {traffic.prompt_len} random ids, answers of {traffic.output_len} tokens"
-    return f"{lengths}; {arrive}; {sampling}; seed {traffic.seed}{within}."
+    return f"{lengths}; {arrive}; {how_sampled(traffic.sampling)}; seed {traffic.seed}{within}."
+
+
+def how_sampled(sampling: dict[str, Any]) -> str:
+    greedy = [] if sampling.get("temperature") else ["greedy"]
+    return ", ".join([*greedy, *(f"{name} {value:g}" for name, value in sampling.items())])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

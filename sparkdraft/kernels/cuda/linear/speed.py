@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from sparkdraft.kernels.cuda.linear import few_tokens
@@ -26,11 +27,13 @@ from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.compiling import compile_ahead
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.cuda.runtime.timing import COLD_BYTES, seconds
+from sparkdraft.util.files import write_whole
 from sparkdraft.weights.hub import cache_dir
 from sparkdraft.weights.linear import DenseLinear, Linear, WeightTiles
 from sparkdraft.weights.plane_layout import ROWS, CodeForm, PassTimes, PlaneLayout
 from sparkdraft.weights.planes import empty
 
+log = logging.getLogger(__name__)
 Matrix = tuple[int, int, CodeForm]  # rows, width, and how it is stored
 GOAL = 0.02  # seconds of each timing
 DTYPE = torch.bfloat16  # of activations, and of decoded matrices
@@ -44,9 +47,11 @@ def pass_times(matrices: Sequence[Matrix]) -> PassTimes:
     if key not in known:
         with torch.inference_mode():
             known[key] = measure(matrices, device)
-        with suppress(OSError):  # then it is measured again at the next load, which takes a second
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            write_whole(path, json.dumps(known, indent=1) + "\n")
+        except OSError as error:
+            log.warning("%s cannot be written (%s): weights are timed at every start", path, error.strerror)
     return known[key]
 
 
@@ -93,7 +98,8 @@ def _layout(matrix: Matrix) -> PlaneLayout:
 
 
 def _key(matrices: Sequence[Matrix], device: torch.device) -> str:
-    """The GPU's name, and a hash of the kernels, of the matrices and of the tiles that their launches have."""
+    """The GPU's name, and a hash of the kernels, of what compiles them, of the matrices and of the tiles that their
+    launches have."""
     gpu, tiles = gpu_of(device), {}
     for rows, width, form in set(matrices):
         coded = WeightTiles(torch.empty(0), _layout((rows, width, form)), lines=rows)
@@ -101,7 +107,8 @@ def _key(matrices: Sequence[Matrix], device: torch.device) -> str:
         for key in (*few_tokens.tile_keys(coded), *few_tokens.tile_keys(floats)):
             tiles[str(key)] = tuned.find(gpu, key)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    what: list[Any] = [ROWS, [(rows, width, *form) for rows, width, form in matrices], sorted(tiles.items())]
+    forms = [(rows, width, *form) for rows, width, form in matrices]
+    what: list[Any] = [torch.__version__, triton.__version__, COLD_BYTES, ROWS, forms, sorted(tiles.items())]
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return f"{name} {hashlib.sha256(code + json.dumps(what).encode()).hexdigest()[:16]}"
 
