@@ -4,7 +4,7 @@ fits the engine's losses to that.
 Shapes with random weights and, on a CPU, the embedded model, each load in a process of its own; the bandwidth is the
 one that each command measures. It prints predicted over measured with the losses that a plan would take and with fitted
 ones, and ends in a line of JSON. --write makes a machine file of them, for `sparkdraft plan --machine FILE` or for
-plan/machines.
+sparkdraft/operate/forecast/machines.
 
     python tools/plan_check.py                             some six minutes on an H200, three on two cores
     python tools/plan_check.py --limit 300                 begins no load after so many seconds

@@ -97,14 +97,14 @@ def plan_states(
     return StatePlan(max_seqs, pages, most_rows, slot, page)
 
 
-def fewer_requests(model: ModelConfig, max_seqs: int, deepest: int, itemsize: int, room: int) -> int:
-    """Return how many requests run at once if the user names no number, so that their states leave room for keys and
-    values."""
+def fewer_requests(model: ModelConfig, max_seqs: int, deepest: int, itemsize: int, room: int, each: int) -> int:
+    """Return how many requests run at once if the user names no number, so that they leave room for keys and values.
+    each: what a request takes beside its state."""
     layers = recurrent_layers(model)
     if not layers:
         return max_seqs
     slot, _ = state_bytes(layers, max(1 + deepest, FOLD), itemsize)
-    return max(min(max_seqs, room // SLOT_SHARE // slot), 1)
+    return max(min(max_seqs, room // SLOT_SHARE // (slot + each)), 1)
 
 
 # ---- the bookkeeping

@@ -102,33 +102,30 @@ def graph_bytes(
     return limits.most * limits.bytes_each * layers + int(4 * rows * numbers / FILLED)
 
 
-def scratch_bytes(
-    model: ModelConfig,
-    max_step_tokens: int,
-    max_seqs: int,
-    itemsize: int,
-    kernels: str,
-    draft: DrafterCaps | None = None,
-) -> int:
-    """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, the logits of sampled tokens, and
-    the counts of ids by which penalties edit them (engine/sampler.py).
-
-    All activations of a layer are counted, because the allocator keeps their memory. Logits are counted twice on a GPU,
-    where a step runs once before it is captured; native compiled steps have logits of their own.
-    """
+def scratch_bytes(model: ModelConfig, max_step_tokens: int, itemsize: int, draft: DrafterCaps | None = None) -> int:
+    """Bytes of a step's scratch: a layer's activations, and what a drafter reads of them. All activations of a layer
+    are counted, because the allocator keeps their memory."""
     sizes = model_sizes(model)
     width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp
-    sampled = 4 * max_seqs  # the logits twice, the counts, and what the reference's filters need
     if draft:
         width += len(draft.aux_layers) * model.hidden_size
-        sampled += (3 if kernels == "cuda" else 1) * max_seqs * draft.max_depth  # log-probabilities keep the raw ones
-    return max_step_tokens * width * itemsize + sampled * model.vocab_size * 4
+    return max_step_tokens * width * itemsize
 
 
-def slot_bytes(
-    model: ModelConfig, context: int, block_size: int, max_seqs: int, itemsize: int, draft: DrafterCaps | None = None
+def request_bytes(
+    model: ModelConfig, context: int, block_size: int, itemsize: int, kernels: str, draft: DrafterCaps | None = None
 ) -> int:
-    """Bytes of what a GPU keeps of each request that decodes (engine/slots.py): its text, its block table, and the
-    hidden states that a drafter has not observed."""
+    """Bytes that each request at once adds to a step's scratch: the logits of its tokens and the counts of ids by which
+    penalties edit them (engine/sampler.py), and what a GPU keeps of it (engine/slots.py): its text, its block table,
+    and the hidden states that a drafter has not observed.
+
+    Logits are counted twice on a GPU, where a step runs once before it is captured; native compiled steps have logits
+    of their own.
+    """
+    drafts = draft.max_depth if draft else 0
+    rows = 4 + (3 if kernels == "cuda" else 1) * drafts  # log-probabilities keep the raw logits of drafts too
+    sampled = 4 * rows * model.vocab_size
+    if kernels != "cuda":
+        return sampled
     hidden = RING * len(draft.aux_layers) * model.hidden_size * itemsize if draft else 0
-    return max_seqs * (4 * (context + -(-context // block_size)) + hidden)
+    return sampled + 4 * (context + -(-context // block_size)) + hidden

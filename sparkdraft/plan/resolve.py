@@ -23,7 +23,7 @@ from sparkdraft.drafters.ngram import NGRAM_DEPTH
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import MemoryPlan, graph_bytes, rope_bytes, scratch_bytes, slot_bytes, weight_bytes
+from sparkdraft.plan.memory import MemoryPlan, graph_bytes, request_bytes, rope_bytes, scratch_bytes, weight_bytes
 from sparkdraft.weights.plane_layout import ROWS, StoredBytes
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
@@ -105,14 +105,14 @@ def resolve(
     fallbacks += decoded
     as_floats = on_cpu or bool(decoded)
     held = _held(model, _positions(config, model), WEIGHT_ITEMSIZE[weights], drafter, stored, as_floats)
-    scratch = scratch_bytes(model, max_step_tokens, max_seqs, itemsize, kernels, drafter)
+    scratch = scratch_bytes(model, max_step_tokens, itemsize, drafter)
     scratch += kv.scratch_bytes(config, model, max_step_tokens, itemsize)
-    if kernels == "cuda":
-        scratch += slot_bytes(model, max_model_len, config.block_size, max_seqs, itemsize, drafter)
+    each = request_bytes(model, max_model_len, config.block_size, itemsize, kernels, drafter)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - graph_memory
-    states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
+    states = _states(config, model, drafter, max_seqs, itemsize, room, each, fallbacks)
     max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
-    room, quarter = room - state_bytes, int(hardware.free_bytes * CPU_KV_SHARE)
+    scratch += max_seqs * each
+    room, quarter = room - max_seqs * each - state_bytes, int(hardware.free_bytes * CPU_KV_SHARE)
     step = StepSize(max_model_len, max_seqs, max_step_tokens)
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, min(room, quarter) if on_cpu else room)
     fallbacks += _fewer_requests(caches.requests, max_seqs, caches.page_bytes)
@@ -294,17 +294,18 @@ def _states(
     drafter: DrafterCaps | None,
     max_seqs: int,
     itemsize: int,
-    room: int,  # bytes for all caches
+    room: int,  # bytes for all caches and for what requests take beside them
+    each: int,  # bytes that a request takes beside the caches
     fallbacks: list[Fallback],
 ) -> StatePlan | None:
     """Plans the states of recurrent layers: for fewer requests if they are large and nobody asked for a number."""
     own = NGRAM_DEPTH if config.ngram and config.spec != "off" else 0
     deepest = drafter.max_depth if drafter else own
-    number = max_seqs if config.max_seqs else fewer_requests(model, max_seqs, deepest, itemsize, room)
+    number = max_seqs if config.max_seqs else fewer_requests(model, max_seqs, deepest, itemsize, room, each)
     if number < max_seqs:
         reason = "the states of recurrent layers would leave less than half of the caches' memory to keys and values"
         fallbacks.append(Fallback(_at_once(number, max_seqs), reason))
-    return plan_states(model, number, deepest, itemsize, room, config.prefix_cache)
+    return plan_states(model, number, deepest, itemsize, room - number * each, config.prefix_cache)
 
 
 def _unknown_keys(keys: tuple[str, ...]) -> list[Fallback]:

@@ -21,7 +21,7 @@ from sparkdraft.engine.slots import Slots
 from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.operate.bench.random_model import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import GRAPHS, RING, scratch_bytes, slot_bytes
+from sparkdraft.plan.memory import GRAPHS, RING, request_bytes
 from sparkdraft.plan.resolve import may_decode, model_bytes, resolve
 from sparkdraft.weights.plane_layout import PassTimes, StoredBytes
 
@@ -213,13 +213,13 @@ def test_the_tables_of_penalties_are_counted_in_the_plan() -> None:
     tables = EditTables(seqs, ids, frozenset(), torch.device("cpu")).tables
     others = [tables.penalties, tables.biased, tables.bias, tables.until]
     logits = 2 * seqs * ids * 4  # of the run before a step is captured, and of the captured step
-    counted = [scratch_bytes(replace(SMALL, vocab_size=n), 64, seqs, 2, "cuda") for n in (0, ids)]
+    counted = [seqs * request_bytes(replace(SMALL, vocab_size=n), 64, 16, 2, "cuda") for n in (0, ids)]
     assert counted[1] - counted[0] > logits + tables.counts.nbytes + sum(each.nbytes for each in others)
 
 
 def test_what_a_gpu_keeps_of_requests_is_counted_in_the_plan() -> None:
     seqs, context, hidden = 4, 3_000, 512
-    config = replace(SMALL, hidden_size=hidden)
+    config = replace(SMALL, hidden_size=hidden, vocab_size=0)
     caps = replace(drafter_shape("dflash-5x", SMALL).caps(), aux_layers=(1, 2, 3))
     plan: Any = SimpleNamespace(max_seqs=seqs, max_model_len=context, block_size=16, max_step_tokens=64)
     runner: Any = SimpleNamespace(plan=plan, aux_hidden=torch.zeros(8, 3, hidden, dtype=torch.bfloat16))
@@ -228,7 +228,7 @@ def test_what_a_gpu_keeps_of_requests_is_counted_in_the_plan() -> None:
     slots = Slots(runner, proposer, RING, torch.device("cpu"), edits, reads_text=True)
     assert slots.text is not None
     made = slots.text.nbytes + slots.tables.nbytes + slots.ring.nbytes
-    assert slot_bytes(config, context, 16, seqs, 2, caps) == made
+    assert seqs * request_bytes(config, context, 16, 2, "cuda", caps) == made
 
 
 def test_recordings_are_counted_in_the_plan() -> None:

@@ -82,7 +82,7 @@ def find_machine(name: str) -> Machine:
         question = did_you_mean(name, known_machines())
         raise UserError(
             f"Unknown machine '{name}'{f'; {question}' if question else '.'} Known machines are "
-            f"{', '.join(known_machines())} and {HERE}; a file like those of sparkdraft/plan/machines works too"
+            f"{', '.join(known_machines())} and {HERE}; a file like those of operate/forecast/machines works too"
         )
     return read_machine(path)
 
