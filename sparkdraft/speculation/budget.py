@@ -181,6 +181,8 @@ class Budget:
         by_model, cut = self._by_model[kinds], self.survival.finds_gaps[kinds]
         num_model, each = int(by_model.sum()), weights[:, :, None]
         passes = self._passes(batch, num_model)
+
+        # One depth for all, and one border that the survivals of verified drafts must reach.
         drafts, tokens = self._histogram(expected, each)
         seconds = passes[:, None] + self._verifying(batch, drafts, self.depths[:, None])
         rates = (batch.num + tokens) / seconds
@@ -198,6 +200,7 @@ class Budget:
         pays = gain - rate * own * by_model > np.where(rests, MARGIN - 1, 0.0)
         chosen = np.where(pays, np.where(cut, choices[-1], choices[whole.argmax(1)]), 0)
 
+        # Three steps are compared: these depths, the same depth for all, and no drafts of the model.
         alike = self.depths[int(rates[:, -1].argmax())]
         tried = np.array([chosen, np.where(cut, chosen, alike), np.where(by_model, 0, chosen)])
         taken = each * ((self._positions < tried[:, :, None, None]) & (expected >= floor))
@@ -209,6 +212,8 @@ class Budget:
         if reached[best] <= batch.rate * (MARGIN if rests.all() else 1.0):
             return np.zeros(len(slots), np.int64)
         batch.rate = float(reached[best])
+
+        # What the drafts of this step cost each request, in tokens that a plain step would have written.
         worth, passed = batch.num / batch.plain, seconds[best] - verifying[best]
         self._rests.price[slots] = (passed - batch.before) * worth / max((tried[best] > 0).sum(), 1)
         added = verifying[best] - batch.verify.at(batch.tokens)

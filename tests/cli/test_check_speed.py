@@ -34,8 +34,9 @@ from sparkdraft.operate.bench.check_speed.check import (
     select,
     status,
 )
+from sparkdraft.operate.bench.check_speed.sides import whole_requests
 from sparkdraft.operate.bench.long_prompt import Beside, Gaps, LongPrompt, summary
-from sparkdraft.operate.bench.offline import throughput
+from sparkdraft.operate.bench.offline import Load, throughput
 from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, in_turn, joined
 from sparkdraft.operate.forecast import rates
 from tests.models.tiny import write_tiny
@@ -268,7 +269,25 @@ def test_a_load_tells_tokens_and_first_tokens(llm: LLM) -> None:
     result = throughput(llm.engine, requests, 2)
     assert result.requests == len(result.first) == 3 and result.tokens == 12
     assert all(0 < first < result.seconds for first in result.first)
-    assert cpu._run_load(llm, 2, 4, 0.0).keys() == {"tok_s", "first_s"}
+    assert whole_requests(llm, 2, 4, SamplingParams(8)).keys() == {"tok_s", "first_s"}
+
+
+def test_sampled_steps_are_compared_with_greedy_ones(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LOAD_ROUNDS", 1), ("OUTPUT_LEN", 4), ("SAMPLING_STREAMS", 2)):
+        monkeypatch.setattr(cpu, name, value)
+    names = frozenset(cpu.SAMPLINGS)
+    found = cpu.sampling(names, ignore, lambda spec: llm)
+    assert found.keys() == names and all(each.ratio > 0 for each in found.values())
+
+
+def test_the_embedded_model_at_several_streams_of_a_gpu(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rates.SIZE, "cpu", 1 << 20)
+    for name, value in (("ROUNDS", 1), ("EMBEDDED_LEN", 4), ("EMBEDDED_TURNS", 1), ("EMBEDDED_STREAMS", (2,))):
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(cuda, "EMBEDDED_LOADS", {2: Load(2, 8, 4)})
+    names = frozenset({"embedded-floor-2-streams", "embedded-auto-2-streams"})
+    found = cuda.embedded_streams(names, ignore, lambda **options: llm)
+    assert found.keys() == names and all(each.ratio > 0 for each in found.values())
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Runs traffic (traffic.py) on an engine in this process: what streaming.py measures, without a server and a client.
 
-A piece is an output with ids. A client sees only those whose ids complete a character.
+A piece is an output with ids. A client sees only those whose ids complete a character. A sampling parameter that is
+not given is off here; a server takes it from the model's generation_config.json.
 """
 
 from __future__ import annotations

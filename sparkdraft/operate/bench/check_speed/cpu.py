@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -27,18 +28,23 @@ from sparkdraft.config import NO_PROFILE
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
 from sparkdraft.operate.bench.check_speed.check import Group, Names, for_streams
+from sparkdraft.operate.bench.check_speed.sides import PENALISED, SAMPLED, whole_requests
 from sparkdraft.operate.bench.long_prompt import Beside, LongPrompt
 from sparkdraft.operate.bench.offline import throughput
 from sparkdraft.operate.bench.prompts import chat_prompts, read_prompts
-from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, in_turn, joined, part
+from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, Side, against, in_turn, joined, part
 from sparkdraft.operate.bench.serve import Client, Messages, keep_busy
 
 MODEL = "smollm2"
 PLAIN_STEPS, WARM_STEPS = 96, 8  # for the paused drafter's line: steps per run, and how many of them do not count
 FRESH_ENGINES, PAUSED_ROUNDS = 2, 3  # pairs of engines made for it, and rounds per pair
 LOAD_ROUNDS = 3
+SAMPLING_STREAMS = 4
+SAMPLINGS = {  # line -> parameters of its requests
+    for_streams("sampled", SAMPLING_STREAMS): SAMPLED,
+    for_streams("penalised", SAMPLING_STREAMS): PENALISED,
+}
 OUTPUT_LEN = 64  # tokens per request at most; a request may end earlier
-CLASSES = ("code", "qa", "json", "prose")
 
 
 def load(spec: str, model: str = MODEL) -> LLM:
@@ -74,21 +80,28 @@ def loads(
     streams: int, requests: int, temperature: float, names: dict[str, str], wanted: Names, progress: Progress
 ) -> dict[str, Sample]:
     """Compare whole requests, default against --spec off. names: line -> metric of _run_load."""
-    sides = [partial(_run_load, load(spec), streams, requests, temperature) for spec in ("off", "auto")]
+    params = SamplingParams(OUTPUT_LEN, temperature=temperature)
+    sides = [partial(whole_requests, load(spec), streams, requests, params) for spec in ("off", "auto")]
     for side in sides:
         side()  # new shapes are compiled and timed here
     found = in_turn(sides[0], sides[1], LOAD_ROUNDS, progress)
     return {name: found[metric] for name, metric in names.items()}
 
 
-def _run_load(llm: LLM, streams: int, requests: int, temperature: float) -> Metrics:
-    """Run the same requests each time, class by class. The seed makes sampled text the same with drafts and without."""
-    per_class = -(-requests // len(CLASSES))
-    texts = read_prompts(per_class)
-    prompts = chat_prompts(llm, [texts[name][i] for i in range(per_class) for name in CLASSES][:requests])
-    params = [SamplingParams(OUTPUT_LEN, temperature=temperature, seed=i) for i in range(requests)]
-    result = throughput(llm.engine, zip(prompts, params, strict=True), streams)
-    return {"tok_s": result.tok_s, "first_s": statistics.median(result.first)}
+def sampling(wanted: Names, progress: Progress, make: Callable[[str], LLM] = load) -> dict[str, Sample]:
+    """Compare requests that sample and penalise with greedy ones of the same lengths, all without drafts."""
+    llm, samples = make("off"), dict[str, Sample]()
+
+    def side(params: SamplingParams) -> Side:
+        asked = replace(params, max_tokens=OUTPUT_LEN, ignore_eos=True)
+        return partial(whole_requests, llm, SAMPLING_STREAMS, 2 * SAMPLING_STREAMS, asked)
+
+    side(SamplingParams())()  # new shapes are compiled here
+    for name, params in SAMPLINGS.items():
+        if name in wanted:
+            inner = part(progress, LOAD_ROUNDS * len(samples), LOAD_ROUNDS * len(wanted))
+            samples[name] = in_turn(side(SamplingParams()), side(params), LOAD_ROUNDS, inner)["tok_s"]
+    return samples
 
 
 # ---- a long prompt beside streams
@@ -269,6 +282,7 @@ GROUPS = (
     _load_group(1, 6, 0.7, auto_sampled="tok_s"),
     _load_group(4, 12, 0.0, auto_4_streams="tok_s"),
     _load_group(16, 16, 0.0, auto_16_streams="tok_s", first_token_16_streams="first_s"),
+    Group(tuple(SAMPLINGS), sampling),
     Group(("server-1-stream", "server-4-streams"), server),
     Group(("long-prompt-largest-gap", "long-prompt-median-gap", "long-prompt-first-token"), long_prompt),
 )

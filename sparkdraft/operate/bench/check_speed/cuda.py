@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,10 +20,18 @@ from sparkdraft.core import AUTO, SamplingParams
 from sparkdraft.llm import LLM
 from sparkdraft.operate.bench.accept import decode
 from sparkdraft.operate.bench.check_speed.check import Group, Measure, Names, Skipped, for_streams
-from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
+from sparkdraft.operate.bench.check_speed.sides import (
+    PENALISED,
+    SAMPLED,
+    UNKNOWN,
+    asking,
+    warm,
+    whole_requests,
+)
+from sparkdraft.operate.bench.offline import Bench, Load
 from sparkdraft.operate.bench.prompts import chat_prompts, read_prompts
 from sparkdraft.operate.bench.random_model import drafter_shape, random_engine, shape
-from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, Side, in_turn, joined, part
+from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, in_turn, joined, part
 from sparkdraft.operate.bench.synthetic import Acceptance
 from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth
 from sparkdraft.weights import hub
@@ -30,10 +39,11 @@ from sparkdraft.weights import hub
 SMALLEST = smallest_format().name  # of the KV formats
 ROUNDS = 3
 ROOM = 512  # tokens of cache for each stream beyond its prompt and output
-UNKNOWN = Ceilings(1.0, None)  # a Bench needs ceilings; here they are measured beside each pass
-SAMPLED = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
 EMBEDDED = "smollm2"
 EMBEDDED_PROMPTS, EMBEDDED_LEN = 4, 128
+EMBEDDED_STREAMS, EMBEDDED_TURNS = (1, 16, 64), 4  # and how many requests each stream runs, one after the other
+EMBEDDED_KINDS = ("embedded-floor", "embedded-auto")
+EMBEDDED_LOADS = {n: Load(n, prompt_len=64, output_len=128) for n in EMBEDDED_STREAMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +81,6 @@ class Setup:
         engine = random_engine(config, None if spec == "off" else drafter_shape(self.drafter, model))
         return Bench(engine, model, UNKNOWN, Acceptance(self.acceptance, self.drafts) if synthetic else None)
 
-    def asking(self, plain: Bench, params: SamplingParams) -> Bench:
-        """The same engine with other requests."""
-        return Bench(plain.engine, plain.model, UNKNOWN, None, params)
-
-    def bandwidth(self) -> float:
-        return memory_bandwidth(self.device, torch.get_num_threads())
-
 
 def short_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
     """Measure plain, sampled, paused and drafted steps at 1, 4 and 16 streams."""
@@ -86,8 +89,8 @@ def short_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str,
     plain = setup.bench(most, tokens)
     kinds: dict[str, Callable[[], Bench]] = {
         "floor": lambda: plain,
-        "sampled": lambda: setup.asking(plain, SAMPLED),
-        "penalised": lambda: setup.asking(plain, replace(SAMPLED, presence_penalty=1.5)),
+        "sampled": lambda: asking(plain, SAMPLED),
+        "penalised": lambda: asking(plain, PENALISED),
         "paused": lambda: setup.bench(most, tokens, spec="0"),
         "wrong": lambda: setup.bench(most, tokens, spec="auto"),
         "drafted": lambda: setup.bench(most, tokens, spec=str(setup.drafts), synthetic=True),
@@ -104,9 +107,9 @@ def short_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str,
 def _compare(setup: Setup, kind: str, plain: Bench, bench: Bench, streams: int, progress: Progress) -> Sample:
     load = Load(streams, setup.prompt_len, setup.output_len)
     if kind == "floor":
-        return _of_bandwidth(setup, plain, load, progress)
+        return _of_bandwidth(plain, load, progress)
     drafted = Load(streams, setup.prompt_len, setup.drafted_len) if kind == "drafted" else load
-    return in_turn(_warm(plain, load), _warm(bench, drafted), ROUNDS, progress)["tok_s"]
+    return in_turn(warm(plain, load), warm(bench, drafted), ROUNDS, progress)["tok_s"]
 
 
 def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
@@ -119,33 +122,21 @@ def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, 
         samples["prompt-of-matmul"] = _of_matmul(exact, chunk, part(progress, 0, total))
     if "floor-32000-tokens" in wanted:
         alone = Load(1, setup.context, setup.context_len)
-        samples["floor-32000-tokens"] = _of_bandwidth(setup, exact, alone, part(progress, ROUNDS, total))
+        samples["floor-32000-tokens"] = _of_bandwidth(exact, alone, part(progress, ROUNDS, total))
     metrics = {f"{SMALLEST}-32000-tokens": "tok_s", f"{SMALLEST}-prompt": "prompt_tok_s"}
     if names := wanted & metrics.keys():
         load, coded = Load(streams, setup.context, setup.context_len), setup.bench(streams, tokens, kv=SMALLEST)
-        found = in_turn(_warm(exact, load), _warm(coded, load), 1, part(progress, 2 * ROUNDS, total))
+        found = in_turn(warm(exact, load), warm(coded, load), 1, part(progress, 2 * ROUNDS, total))
         samples |= {name: found[metrics[name]] for name in names}
     return samples
 
 
-def _warm(bench: Bench, load: Load) -> Side:
-    """Return one side of a comparison, after a first pass that compiles kernels and captures steps."""
-    bench.check(load)
-    bench.run(load)
-    return partial(_speeds, bench, load)
-
-
-def _speeds(bench: Bench, load: Load) -> Metrics:
-    result = bench.run(load)
-    return {"tok_s": result.tok_s, "prompt_tok_s": load.streams * load.prompt_len / result.prefill}
-
-
-def _of_bandwidth(setup: Setup, bench: Bench, load: Load, progress: Progress) -> Sample:
+def _of_bandwidth(bench: Bench, load: Load, progress: Progress) -> Sample:
     """Compare the bytes that a step must read per second with the bandwidth measured before and after."""
-    _warm(bench, load)
+    warm(bench, load)
 
     def ceiling() -> Metrics:
-        return {"bytes_s": setup.bandwidth()}
+        return {"bytes_s": memory_bandwidth(bench.engine.plan.device, torch.get_num_threads())}
 
     def reached() -> Metrics:
         result = bench.run(load)
@@ -155,7 +146,7 @@ def _of_bandwidth(setup: Setup, bench: Bench, load: Load, progress: Progress) ->
 
 
 def _of_matmul(bench: Bench, load: Load, progress: Progress) -> Sample:
-    _warm(bench, load)
+    warm(bench, load)
 
     def ceiling() -> Metrics:
         return {"operations_s": matmul_rate()}
@@ -168,15 +159,42 @@ def _of_matmul(bench: Bench, load: Load, progress: Progress) -> Sample:
 
 def embedded(wanted: Names, progress: Progress) -> dict[str, Sample]:
     """Run the embedded model and its drafter on code prompts, one after the other."""
-    if hub.cached_path(EMBEDDED) is None:
-        raise Skipped(f"the file of {EMBEDDED} is not in {hub.cache_dir()}, and nothing is fetched here")
-    llm, found = LLM(EMBEDDED, device="cuda", prefix_cache=False, profile=NO_PROFILE), []
+    llm, found = _load_embedded(), []
     prompts = chat_prompts(llm, read_prompts(EMBEDDED_PROMPTS)["code"])
     for done, ids in enumerate(prompts):
         plain, auto = (partial(_one_stream, llm, ids, depth) for depth in (0, AUTO))
         auto()  # records the steps that this text needs
         found.append(in_turn(plain, auto, 1, part(progress, done, len(prompts)))["tok_s"])
     return {"embedded-drafted-code": joined(found)}
+
+
+def embedded_streams(wanted: Names, progress: Progress, make: Callable[..., LLM] | None = None) -> dict[str, Sample]:
+    """Run the embedded model at several streams: plain steps against the bandwidth, and the default against --spec
+    off over sampled requests of all classes of prompts."""
+    make = make or _load_embedded
+    plain, samples = make(spec="off", max_seqs=max(EMBEDDED_STREAMS)), dict[str, Sample]()
+    bench = Bench(plain.engine, plain.model_config, UNKNOWN)
+
+    def rounds() -> Progress:
+        return part(progress, ROUNDS * len(samples), ROUNDS * len(wanted))
+
+    for streams, load in EMBEDDED_LOADS.items():
+        if (name := for_streams("embedded-floor", streams)) in wanted:
+            samples[name] = _of_bandwidth(bench, load, rounds())
+    counts = {n: name for n in EMBEDDED_STREAMS if (name := for_streams("embedded-auto", n)) in wanted}
+    auto = make(max_seqs=max(EMBEDDED_STREAMS)) if counts else plain
+    for streams, name in counts.items():
+        params = replace(SAMPLED, max_tokens=EMBEDDED_LEN)
+        off, on = (partial(whole_requests, llm, streams, EMBEDDED_TURNS * streams, params) for llm in (plain, auto))
+        off(), on()  # steps are captured and timed here
+        samples[name] = in_turn(off, on, ROUNDS, rounds())["tok_s"]
+    return samples
+
+
+def _load_embedded(**options: Any) -> LLM:
+    if hub.cached_path(EMBEDDED) is None:
+        raise Skipped(f"the file of {EMBEDDED} is not in {hub.cache_dir()}, and nothing is fetched here")
+    return LLM(EMBEDDED, device="cuda", prefix_cache=False, profile=NO_PROFILE, **options)
 
 
 def _one_stream(llm: LLM, ids: list[int], depth: int) -> Metrics:
@@ -202,5 +220,6 @@ def groups(setup: Setup) -> tuple[Group, ...]:
         short: partial(short_contexts, setup),
         long: partial(long_contexts, setup),
         ("embedded-drafted-code",): embedded,
+        tuple(for_streams(kind, n) for kind in EMBEDDED_KINDS for n in EMBEDDED_STREAMS): embedded_streams,
     }
     return tuple(Group(names, partial(_freed, measure)) for names, measure in measures.items())
