@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from sparkdraft.cache.formats import kv_format
 from sparkdraft.core import Fact
 from sparkdraft.drafters.base import Drafter
 from sparkdraft.engine.engine import Engine
@@ -72,9 +71,7 @@ def _graphs(engine: Engine) -> Fact:
         most = f"{limits.most} of each kind" + (f", in {limits.room >> 20} MiB" if limits.room else "")
         return Fact(name, f"replayed from graphs, at most {most}")
     reason = "graphs is off"
-    if of_format := kv_format(plan.kv).no_graphs(plan.kernels):
-        reason = of_format.partition(":")[0]
-    elif plan.kernels == "reference":
+    if plan.kernels == "reference":
         reason = "the reference kernels cannot be captured"
     elif plan.graphs:
         reason = "the model has an operator that cannot be captured"

@@ -99,7 +99,7 @@ def resolve(
     kv = kv_format(config.kv).chosen(config)
     kv.check_machine(hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
-    graphs = _graphs(config, kernels, kv, fallbacks)
+    graphs = config.graphs and kernels != "reference"
     graph_memory = graph_bytes(kernels, model, max_step_tokens, max_seqs, drafter) if graphs else 0
     decoded = _decoded(config, model, hardware, drafter, stored)
     fallbacks += decoded
@@ -277,15 +277,6 @@ def _caches(
     left, most = room - pages, -(-wanted // size)
     windows, requests = plan_windows(slid, size, *step, ahead, kept, left, per_block, most, asked)
     return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows), requests)
-
-
-def _graphs(config: EngineConfig, kernels: str, kv: KVFormat, fallbacks: list[Fallback]) -> bool:
-    if not config.graphs or kernels == "reference":
-        return False
-    if reason := kv.no_graphs(kernels):
-        fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
-        return False
-    return True
 
 
 def _states(

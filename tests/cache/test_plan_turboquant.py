@@ -84,8 +84,7 @@ def test_models_and_kernels_that_can_not_be_coded(mode: str) -> None:
     with pytest.raises(UserError, match="head dimension 72 cannot be rotated"):
         resolve(config, uniform_config("qwen3", 36, 4096, 12288, 32, 8, 72, 151936, 40960), H200)
     on_a_cpu = resolve(config, MODEL, Hardware("cpu", "a laptop", 8, 60 << 30))
-    assert on_a_cpu.kernels == "native" and on_a_cpu.coded and not on_a_cpu.graphs
-    assert [f.name for f in on_a_cpu.fallbacks] == ["decode steps are launched one operator at a time"]
+    assert on_a_cpu.kernels == "native" and on_a_cpu.coded and on_a_cpu.graphs and not on_a_cpu.fallbacks
 
 
 def test_shapes_that_a_gpus_kernels_cannot_run() -> None:

@@ -290,6 +290,14 @@ def test_the_embedded_model_at_several_streams_of_a_gpu(llm: LLM, monkeypatch: p
     assert found.keys() == names and all(each.ratio > 0 for each in found.values())
 
 
+def test_a_coded_cache_is_compared_with_an_exact_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "CODED_ROUNDS", 1)
+    monkeypatch.setattr(cpu, "CODED_LEN", 4)
+    names = frozenset({"turboquant-20-tokens"})
+    found = cpu.smallest_cache(names, ignore, lambda spec, kv: llm, [20, 30])
+    assert found.keys() == names and found["turboquant-20-tokens"].ratio > 0
+
+
 @pytest.mark.slow
 def test_a_long_prompt_beside_streams(llm: LLM) -> None:
     free = llm.engine.pool.num_free

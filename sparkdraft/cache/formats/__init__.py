@@ -181,10 +181,6 @@ class KVFormat:
     def check_kernels(self, kernels: str) -> None:
         """Raises UserError if the format's kernels cannot be imported."""
 
-    def no_graphs(self, kernels: str) -> str:
-        """Why steps over this format cannot be captured; empty if they can."""
-        return ""
-
     def scratch_bytes(self, config: Any, model: ModelConfig, max_step_tokens: int, itemsize: int) -> int:
         """Scratch memory of a step beyond that of an exact cache."""
         return 0

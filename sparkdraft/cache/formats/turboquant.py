@@ -135,11 +135,6 @@ class TurboQuant(KVFormat):
                 f"kv turboquant needs the Gluon of Triton 3.6 ({error}); ask for kv fp8 or exact"
             ) from error
 
-    def no_graphs(self, kernels: str) -> str:
-        if kernels == "cuda":
-            return ""
-        return "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
-
     def scratch_bytes(self, config: Any, model: ModelConfig, max_step_tokens: int, itemsize: int) -> int:
         """Capturing takes a second copy of what attention reads and returns, its error in float32, and several float32
         copies of the decoded keys and values."""

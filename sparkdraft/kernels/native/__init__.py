@@ -1,8 +1,7 @@
 """The operators of `ops.Ops` for CPUs, in C++. Its matmuls are of integers (packed.py, experts.py).
 
 Tensors are float32. A row has the same bits whatever rows are beside it and however many threads run. The C++ beside
-this file is compiled on first use (`build.py`); where that cannot be, `unavailable_reason()` says why. The tq_
-operators are the reference's own, so steps with a TurboQuant cache are not compiled.
+this file is compiled on first use (`build.py`); where that cannot be, `unavailable_reason()` says why.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import reference
+from sparkdraft.kernels.native import turboquant
 from sparkdraft.kernels.native.experts import (
     ACTIVATIONS,
     choose_experts,
@@ -38,9 +38,8 @@ from sparkdraft.kernels.reference import (
     match_text,
     pack_rows,
     sampled_rows,
-    tq_attention,
-    tq_rope_write,
 )
+from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.weights.linear import ExpertLinear, Linear
 from sparkdraft.weights.quant.stored import GROUP, GroupQuant, Stored
 
@@ -182,6 +181,16 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def rope_write(qkv: Tensor, args: RopeArgs, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    _, k, v = _roped(qkv, args)
+    kv_write(k, v, k_cache, v_cache, slots)
+
+
+def tq_rope_write(layer: CodedLayer, qkv: Tensor, args: RopeArgs, slots: Tensor) -> None:
+    turboquant.write(layer, *_roped(qkv, args), slots)
+
+
+def _roped(qkv: Tensor, args: RopeArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, [rows, heads, dim] each."""
     heads = qkv.view(qkv.shape[0], args.projected_heads, -1)
     keys = args.num_heads + args.num_kv_heads
     k = heads[:, args.num_heads : keys]
@@ -189,7 +198,7 @@ def rope_write(qkv: Tensor, args: RopeArgs, k_cache: Tensor, v_cache: Tensor, sl
     if args.values != "given":
         v = unit_rms(v, args.eps)  # before the keys are normed and rotated
     qk_norm_rope(qkv, args)
-    kv_write(k, v, k_cache, v_cache, slots)
+    return heads[:, : args.num_heads], k, v
 
 
 def rope_queries(q: Tensor, args: RopeArgs) -> None:
@@ -231,24 +240,45 @@ class _AttentionCall(ctypes.Structure):
         *((name, c_int64) for name in ("query_start", "context_len", "block_tables", "seqs", "max_blocks")),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")),
         *(("scale", c_float), ("causal", ctypes.c_bool), ("window", c_int64)),
-        *((name, c_int64) for name in ("out", "sinks")),
+        *((name, c_int64) for name in ("out", "sinks", "coded")),
     ]
 
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, view: AttentionView, params: AttentionParams, same_bits_up_to: int = 0
 ) -> Tensor:
-    rows, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
+    return _attend(q, (k_cache.data_ptr(), v_cache.data_ptr()), kv_heads, block_size, view, params)
+
+
+def tq_attention(
+    layer: CodedLayer, q: Tensor, view: AttentionView, params: AttentionParams, same_bits_up_to: int = 0
+) -> Tensor:
+    assert params.causal, "only drafters look ahead, and they keep an exact cache"
+    coded = turboquant.coded(layer)
+    keep(coded)
+    return _attend(q, (0, 0), coded.kv_heads, coded.block_size, view, params, ctypes.addressof(coded))
+
+
+def _attend(
+    q: Tensor,
+    caches: tuple[int, int],
+    kv_heads: int,
+    block_size: int,
+    view: AttentionView,
+    params: AttentionParams,
+    coded: int = 0,
+) -> Tensor:
+    rows, heads, head_dim = q.shape
     q_row, q_head, _ = q.stride()
     tables = view.block_tables
     out = empty(rows, heads * head_dim)
     call = _AttentionCall(
-        *(q.data_ptr(), q_row, q_head, k_cache.data_ptr(), v_cache.data_ptr()),
+        *(q.data_ptr(), q_row, q_head, *caches),
         *(view.query_start.data_ptr(), view.context_len.data_ptr(), tables.data_ptr()),
         *(*tables.shape, heads, kv_heads, head_dim, block_size),
         *(params.scale, params.causal, params.window, out.data_ptr()),
-        0 if params.sinks is None else params.sinks.data_ptr(),
+        *(0 if params.sinks is None else params.sinks.data_ptr(), coded),
     )
     keep(call)
     c.sd_paged_attention(ctypes.addressof(call))

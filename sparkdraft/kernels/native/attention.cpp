@@ -1,7 +1,10 @@
-// Attention of ragged batches over the paged float cache. Keys are taken in spans of 128 by their absolute position: all
+// Attention of ragged batches over the paged float cache, or over TurboQuant's codes and pages. Keys are taken in spans of 128 by their absolute position: all
 // scores of a span, their softmax, then the weighted values, and span after span is merged. So a row's sums have the same
 // order in a prompt chunk and in a decode step, however spans or queries are shared among threads. Query heads that share
 // a key head go together, so that a key and a value are loaded once for them.
+//
+// A TurboQuant layer is read from three sources, each in spans of its own: the first keys from pages, the next from codes,
+// which are decoded TILE keys at a time, and the last from pages. Which source a key has depends on the row.
 //
 //   unit of work:  (up to ROWS rows of a sequence) x (one key head) x (all spans; where units are few: one span)
 //   queries of a unit:  row 0 head 0, row 0 head 1, .. row 1 head 0, ..  in groups of up to QUERIES in registers
@@ -11,6 +14,7 @@
 
 #include "pool.h"
 #include "simd.h"
+#include "turboquant.h"
 
 namespace {
 
@@ -32,25 +36,29 @@ struct Call {  // strides in elements
     int64_t window;
     float* out;          // [rows, heads * head_dim]
     const float* sinks;  // [heads]: a logit in each head's softmax that has no value; null where there are none
+    const Coded* coded;  // a TurboQuant layer, in place of the caches; else null
 
     int64_t group() const { return heads / kv_heads; }
     int64_t state() const { return head_dim + 2; }  // floats of a query's state: weighted values, maximum, total
 };
 
+struct Range {
+    int64_t begin, end;
+
+    int64_t spans() const { return begin < end ? (end + SPAN - 1) / SPAN - begin / SPAN : 0; }
+};
+
+enum Source { FIRST, CODES, LAST, SOURCES };  // all keys of an exact cache are LAST
+
 struct Unit {
     int64_t seq, first, count;  // rows of the batch
     int64_t position;           // of the first row in its sequence
     int64_t kv_head;
-    int64_t begin, end;  // keys that any of its rows sees
-    int64_t partial;     // of a unit that is split: where its states begin in the scratch,
-    int64_t left;        // and how many of its tasks are not done
+    Range seen[SOURCES];  // keys that any of its rows sees
+    int64_t partial;      // of a unit that is split: where its states begin in the scratch,
+    int64_t left;         // and how many of its tasks are not done
 
-    int64_t first_span() const { return begin / SPAN; }
-    int64_t spans() const { return (end + SPAN - 1) / SPAN - first_span(); }
-};
-
-struct Range {
-    int64_t begin, end;
+    int64_t spans() const { return seen[FIRST].spans() + seen[CODES].spans() + seen[LAST].spans(); }
 };
 
 Range keys_seen(const Call& c, int64_t position, int64_t context) {
@@ -60,6 +68,16 @@ Range keys_seen(const Call& c, int64_t position, int64_t context) {
         seen.end = std::min(seen.end, position + c.window);
     }
     return seen;
+}
+
+// Those of one source.
+Range keys_from(const Call& c, int source, int64_t position, int64_t context) {
+    const Range seen = keys_seen(c, position, context);
+    const int64_t first = c.coded ? c.coded->first : 0;
+    const int64_t border = c.coded ? std::max(first, position - c.coded->recent + 1) : 0;
+    if (source == FIRST) return {seen.begin, std::min(seen.end, first)};
+    if (source == CODES) return {std::max(seen.begin, first), std::min(seen.end, border)};
+    return {std::max(seen.begin, border), seen.end};
 }
 
 // ---- Two small matmuls --------------------------------------------------------------------------------------------
@@ -212,23 +230,55 @@ void merge(float* into, const float* from, int64_t dim) {
 // ---- One span of one unit -----------------------------------------------------------------------------------------
 
 struct Span {
+    int source;
     int64_t first, keys;  // position of its first key, and how many there are
-    int64_t place[SPAN];  // of each key in the caches
+    int64_t place[SPAN];  // of each key in the caches or pages; for codes its record, and its position there (AT bits)
 };
 
-// Spans begin at multiples of SPAN, or of TILE where the unit sees nothing before.
-void find_keys(const Call& c, const Unit& u, int64_t number, Span& span) {
+// Spans begin at multiples of SPAN, or of TILE where the unit sees nothing before: what it does not see may have no page,
+// and is read where its first key lies. It gets no weight.
+void find_keys(const Call& c, const Unit& u, int64_t index, Span& span) {
+    span.source = 0;
+    while (index >= u.seen[span.source].spans()) index -= u.seen[span.source++].spans();
+    const Range seen = u.seen[span.source];
+    const int64_t number = seen.begin / SPAN + index;
+    span.first = std::max(number * SPAN, seen.begin / TILE * TILE);
+    span.keys = std::min((number + 1) * SPAN, seen.end) - span.first;
     const int32_t* blocks = c.block_tables + u.seq * c.max_blocks;
-    span.first = std::max(number * SPAN, u.begin / TILE * TILE);
-    span.keys = std::min((number + 1) * SPAN, u.end) - span.first;
-    int64_t i = 0, block = span.first / c.block_size, offset = span.first % c.block_size;
+    const bool paged = c.coded && span.source != CODES;
+    const int64_t width = span.source == CODES ? 1 : c.head_dim, unseen = std::max<int64_t>(seen.begin - span.first, 0);
+    int64_t i = unseen, block = (span.first + i) / c.block_size, offset = (span.first + i) % c.block_size;
     while (i < span.keys) {
-        int64_t place = ((blocks[block] * c.kv_heads + u.kv_head) * c.block_size + offset) * c.head_dim;
+        const int64_t at = paged ? 2 * c.coded->page_of[blocks[block]] : blocks[block];  // a page has keys, then values
+        const int64_t head = at * c.kv_heads + u.kv_head;
+        int64_t place = span.source == CODES ? (head << AT) + offset : (head * c.block_size + offset) * c.head_dim;
         const int64_t stop = std::min(span.keys, i + c.block_size - offset);
-        for (; i < stop; ++i, place += c.head_dim) span.place[i] = place;
+        for (; i < stop; ++i, place += width) span.place[i] = place;
         ++block, offset = 0;
     }
+    std::fill(span.place, span.place + unseen, span.place[unseen]);
     for (; i % KEYS; ++i) span.place[i] = span.place[i - 1];  // taken KEYS at a time; these get no weight
+}
+
+// The keys, or the values, of a tile.
+struct Rows {
+    const float* base;
+    const int64_t* place;  // by key of the tile
+};
+
+Rows find_rows(const Call& c, const Span& span, Range tile, bool values) {
+    const int64_t* place = span.place + tile.begin;
+    if (!c.coded) return {values ? c.v_cache : c.k_cache, place};
+    const Coded& layer = *c.coded;
+    const Side& side = values ? layer.values : layer.keys;
+    if (span.source != CODES) return {layer.pages + int64_t(values) * c.kv_heads * c.block_size * c.head_dim, place};
+    thread_local std::vector<float> decoded;
+    thread_local std::vector<int64_t> places;
+    decoded.resize(size_t(TILE * c.head_dim)), places.resize(TILE);
+    const int64_t count = (tile.end - tile.begin + KEYS - 1) / KEYS * KEYS;
+    decode_all(layer, side, place, count, decoded.data());
+    for (int64_t i = 0; i < count; ++i) places[size_t(i)] = i * c.head_dim;
+    return {decoded.data(), places.data()};
 }
 
 // Blocks lie anywhere in memory, so the core cannot guess what comes next: ask for the next KEYS rows by name.
@@ -250,7 +300,7 @@ INLINE void each_group(Range queries, F f) {
 }
 
 template <int N>
-void score_tile(const Call& c, const Unit& u, const Span& span, Range keys, int64_t first_query, bool fetch,
+void score_tile(const Call& c, const Unit& u, const Span& span, Range keys, Rows rows, int64_t first_query, bool fetch,
                 float* scores) {
     const float* q[N];
     for (int n = 0; n < N; ++n) {
@@ -264,60 +314,63 @@ void score_tile(const Call& c, const Unit& u, const Span& span, Range keys, int6
             prefetch_rows(c.v_cache, span, i, c.head_dim);
         }
         const float* k[KEYS];
-        unroll<KEYS>(EACH(j) { k[j] = c.k_cache + span.place[i + j]; });
+        unroll<KEYS>(EACH(j) { k[j] = rows.base + rows.place[i - keys.begin + j]; });
         score_keys<N>(q, k, c.head_dim, c.scale * LOG2E, scores + i);
     }
 }
 
 template <int N>
-void mix_tile(const Call& c, const Span& span, Range keys, const float* weights, float* values) {
-    const int64_t *place = span.place + keys.begin, count = keys.end - keys.begin;
+void mix_tile(const Call& c, Range keys, Rows rows, const float* weights, float* values) {
+    const int64_t *place = rows.place, count = keys.end - keys.begin;
+    const float* v = rows.base;
     weights += keys.begin;
     int64_t d = 0;
 #if SPARKDRAFT_AVX2
     constexpr int MANY = SPARKDRAFT_AVX512 ? 4 : 2;
     for (; d + MANY * LANES <= c.head_dim; d += MANY * LANES) {
-        mix_wide<N, MANY>(weights, c.v_cache + d, place, count, values + d, c.state());
+        mix_wide<N, MANY>(weights, v + d, place, count, values + d, c.state());
     }
     for (; d + LANES <= c.head_dim; d += LANES) {
-        mix_wide<N, 1>(weights, c.v_cache + d, place, count, values + d, c.state());
+        mix_wide<N, 1>(weights, v + d, place, count, values + d, c.state());
     }
 #endif
     for (; d + 16 <= c.head_dim; d += 16) {
-        mix_values<N, 4>(weights, c.v_cache + d, place, count, values + d, c.state());
+        mix_values<N, 4>(weights, v + d, place, count, values + d, c.state());
     }
     for (; d < c.head_dim; d += 4) {
-        mix_values<N, 1>(weights, c.v_cache + d, place, count, values + d, c.state());
+        mix_values<N, 1>(weights, v + d, place, count, values + d, c.state());
     }
 }
 
 // Some queries of a unit against the keys of one span, whose states they get.
-void attend_span(const Call& c, const Unit& u, int64_t number, Range queries, float* states) {
+void attend_span(const Call& c, const Unit& u, int64_t index, Range queries, float* states) {
     thread_local std::vector<float> scratch;
     Span span;
-    find_keys(c, u, number, span);
+    find_keys(c, u, index, span);
     const int64_t count = queries.end - queries.begin;
     if (int64_t(scratch.size()) < count * SPAN) scratch.resize(size_t(count * SPAN));
     float* scores = scratch.data();
     for (int64_t i = 0; i < span.keys; i += TILE) {
         const Range keys{i, std::min(i + TILE, span.keys)};
+        const Rows rows = find_rows(c, span, keys, false);
         each_group(queries, [&](auto n, int64_t first) {
             const int64_t at = first - queries.begin;
-            score_tile<n>(c, u, span, keys, first, at == 0, scores + at * SPAN);
+            score_tile<n>(c, u, span, keys, rows, first, at == 0 && !c.coded, scores + at * SPAN);
         });
     }
     const int64_t padded = (span.keys + KEYS - 1) / KEYS * KEYS;
     for (int64_t n = 0; n < count; ++n) {
         float* state = states + n * c.state();
         std::fill(state, state + c.head_dim, 0.0f);
-        Range seen = keys_seen(c, u.position + (queries.begin + n) / c.group(), c.context_len[u.seq]);
+        Range seen = keys_from(c, span.source, u.position + (queries.begin + n) / c.group(), c.context_len[u.seq]);
         seen.begin -= span.first, seen.end -= span.first;
         soften(scores + n * SPAN, padded, seen, state + c.head_dim);
     }
     for (int64_t i = 0; i < span.keys; i += TILE) {
         const Range keys{i, std::min(i + TILE, span.keys)};
+        const Rows rows = find_rows(c, span, keys, true);
         each_group({0, count}, [&](auto n, int64_t first) {
-            mix_tile<n>(c, span, keys, scores + first * SPAN, states + first * c.state());
+            mix_tile<n>(c, keys, rows, scores + first * SPAN, states + first * c.state());
         });
     }
 }
@@ -335,6 +388,7 @@ void write_result(const Call& c, const Unit& u, const float* states) {
         float* to = c.out + (row * c.heads + head) * c.head_dim;
         const float factor = c.sinks ? with_sink(c.sinks[head], states + c.head_dim) : 1.0f / states[c.head_dim + 1];
         for (int64_t d = 0; d < c.head_dim; ++d) to[d] = states[d] * factor;
+        if (c.coded) rotate_back(*c.coded, to);
     }
 }
 
@@ -345,9 +399,9 @@ void attend_all_spans(const Call& c, const Unit& u) {
     const int64_t queries = u.count * c.group(), size = queries * c.state();
     scratch.resize(size_t(2 * size));
     float *states = scratch.data(), *part = states + size;
-    attend_span(c, u, u.first_span(), {0, queries}, states);
+    attend_span(c, u, 0, {0, queries}, states);
     for (int64_t span = 1; span < u.spans(); ++span) {
-        attend_span(c, u, u.first_span() + span, {0, queries}, part);
+        attend_span(c, u, span, {0, queries}, part);
         for (int64_t n = 0; n < queries; ++n) merge(states + n * c.state(), part + n * c.state(), c.head_dim);
     }
     write_result(c, u, states);
@@ -359,13 +413,17 @@ void find_units(const Call& c, std::vector<Unit>& units) {
         const int64_t start = c.query_start[s], stop = c.query_start[s + 1], context = c.context_len[s];
         for (int64_t first = start; first < stop; first += ROWS) {
             const int64_t count = std::min(ROWS, stop - first), position = context - (stop - first);
-            const int64_t begin = keys_seen(c, position, context).begin;
-            const int64_t end = keys_seen(c, position + count - 1, context).end;
-            if (end <= begin) {  // padding: without keys a row is zeros
+            Unit unit{s, first, count, position, 0, {}, 0, 0};
+            for (int source = 0; source < SOURCES; ++source) {
+                const Range top = keys_from(c, source, position, context);
+                const Range last = keys_from(c, source, position + count - 1, context);
+                if (top.begin < top.end || last.begin < last.end) unit.seen[source] = {top.begin, last.end};
+            }
+            if (unit.spans() == 0) {  // padding: without keys a row is zeros
                 std::fill_n(c.out + first * c.heads * c.head_dim, count * c.heads * c.head_dim, 0.0f);
                 continue;
             }
-            for (int64_t h = 0; h < c.kv_heads; ++h) units.push_back({s, first, count, position, h, begin, end, 0, 0});
+            for (unit.kv_head = 0; unit.kv_head < c.kv_heads; ++unit.kv_head) units.push_back(unit);
         }
     }
     std::reverse(units.begin(), units.end());  // the last rows of a prompt have the most keys: begin with these
@@ -378,14 +436,16 @@ struct Work {
 Work work_of(const Call& c, const std::vector<Unit>& units) {
     Work work;
     for (const Unit& u : units) {
-        const double one = double((u.end - u.begin) * u.count * c.group() * c.head_dim);
+        int64_t keys = 0;
+        for (const Range& seen : u.seen) keys += std::max<int64_t>(seen.end - seen.begin, 0);
+        const double one = double(keys * u.count * c.group() * c.head_dim);
         work.all += one, work.largest = std::max(work.largest, one);
     }
     return work;
 }
 
 struct Part {
-    int64_t unit, span;  // the span counted from the unit's first
+    int64_t unit, span;
 };
 
 // Splits units into spans; returns how many floats all their states take.
@@ -418,7 +478,7 @@ void attend_split(const Call& c, std::vector<Unit>& units) {
         const int64_t count = u.count * c.group(), step = count * c.state(), slice = (i - whole) % slices;
         const Range queries = i < whole ? Range{0, count} : Range{count * slice / slices, count * (slice + 1) / slices};
         float* first = states + u.partial;
-        attend_span(c, u, u.first_span() + part.span, queries, first + part.span * step + queries.begin * c.state());
+        attend_span(c, u, part.span, queries, first + part.span * step + queries.begin * c.state());
         if (__atomic_sub_fetch(&u.left, 1, __ATOMIC_ACQ_REL) > 0) return;
         for (int64_t at = step; at < u.spans() * step; at += c.state()) {
             merge(first + at % step, first + at, c.head_dim);

@@ -21,8 +21,17 @@ from sparkdraft.util.progress import progress
 from sparkdraft.weights.hub import FULL, cache_dir
 
 SOURCES = (
-    *("matmul.cpp", "experts.cpp", "attention.cpp", "recurrent.cpp", "elementwise.cpp", "sampling.cpp", "replay.cpp"),
-    *("activation.h", "matmul.h", "simd.h", "pool.h"),
+    *(
+        "matmul.cpp",
+        "experts.cpp",
+        "attention.cpp",
+        "recurrent.cpp",
+        "elementwise.cpp",
+        "sampling.cpp",
+        "turboquant.cpp",
+    ),
+    "replay.cpp",
+    *("activation.h", "matmul.h", "simd.h", "pool.h", "turboquant.h"),
 )
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")

@@ -24,7 +24,7 @@ KERNELS = (
     *("embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "gated"),
     *("kv_write", "paged_attention", "find_pages", "make_rows", "unit_rms"),
     *("add_normed", "softcap", "route", "experts"),
-    *("find_states", "causal_conv", "delta_rule", "gated_norm", "sigmoid_gate"),
+    *("find_states", "causal_conv", "delta_rule", "gated_norm", "sigmoid_gate", "tq_write"),
 )
 MOST_INTEGERS, MOST_REALS = 14, 2  # these and the order of KERNELS as in replay.cpp
 # What may be asked of a tensor during a capture: its memory and its shape. None of these computes anything.

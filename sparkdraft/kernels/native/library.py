@@ -35,6 +35,7 @@ _SIGNATURES = {
     "sd_make_rows": (*(c_void_p,) * 4, *(c_int64,) * 5, c_void_p),
     "sd_unit_rms": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float),
     "sd_paged_attention": (c_void_p,),
+    "sd_tq_write": (c_void_p,),
     "sd_replay": (c_void_p, c_int64),
     "sd_add_normed": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_float),
     "sd_softcap": (c_void_p, c_int64, c_float),

@@ -20,6 +20,7 @@ void sd_gated(const float*, int64_t, float*, int64_t, int64_t, int64_t, float);
 void sd_kv_write(const float*, int64_t, int64_t, const float*, int64_t, int64_t, float*, float*, const int32_t*,
                  int64_t, int64_t, int64_t, int64_t);
 void sd_paged_attention(const void*);
+void sd_tq_write(const void*);
 void sd_find_pages(const int32_t*, const int32_t*, const int32_t*, int32_t*, int32_t*, int64_t, int64_t, int64_t,
                    int64_t);
 void sd_make_rows(const int32_t*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
@@ -74,6 +75,7 @@ constexpr Run KERNELS[] = {  // in the order of graph.py
     Call<sd_find_pages>::run,      Call<sd_make_rows>::run,   Call<sd_unit_rms>::run,   Call<sd_add_normed>::run,
     Call<sd_softcap>::run,         Call<sd_route>::run,       Call<sd_experts>::run,    Call<sd_find_states>::run,
     Call<sd_causal_conv>::run,     Call<sd_delta_rule>::run,  Call<sd_gated_norm>::run, Call<sd_sigmoid_gate>::run,
+    Call<sd_tq_write>::run,
 };
 
 }  // namespace

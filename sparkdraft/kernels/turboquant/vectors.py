@@ -39,7 +39,7 @@ class Rotation:
 
     def __init__(self, dim: int, device: torch.device | None = None) -> None:
         self.width = block_width(dim)
-        self.signs = torch.tensor([1.0 - 2.0 * _bit(SEED, i) for i in range(dim)], dtype=torch.float64)
+        self.signs = torch.tensor(signs(dim), dtype=torch.float64)
         # Scale and signs in one table; on the device from the start, since a capture may send nothing.
         table = self.signs * self.width**-0.5
         self._tables = {t: table.to(device=device, dtype=t) for t in (torch.float32, torch.float64)}
@@ -60,6 +60,10 @@ class Rotation:
             x = torch.stack((low + high, low - high), dim=1)
             step *= 2
         return x.reshape(shape)
+
+
+def signs(dim: int) -> list[float]:
+    return [1.0 - 2.0 * _bit(SEED, i) for i in range(dim)]
 
 
 def _wide(x: Tensor) -> Tensor:

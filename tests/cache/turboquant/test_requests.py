@@ -110,14 +110,6 @@ def test_a_prefix_whose_uncoded_end_is_lost_is_used_as_far_as_it_is_there(
     assert found.ids == expected.ids and found.num_cached == again.num_cached, "its blocks with pages are found instead"
 
 
-def test_the_plan_says_that_a_cpus_steps_are_not_recorded(wide_tiny: Path) -> None:
-    llm = LLM(str(wide_tiny), device="cpu", dtype="quantised", **OPTIONS)
-    (fallback,) = llm.plan.fallbacks
-    assert fallback.name == "decode steps are launched one operator at a time" and "turboquant" in fallback.reason
-    assert llm.plan.kernels == "native" and llm.engine.runner.graphs is None
-    assert not LLM(str(wide_tiny), device="cpu", dtype="quantised", graphs=False, **OPTIONS).plan.fallbacks
-
-
 @pytest.mark.slow
 def test_the_embedded_model_reads_a_text_nearly_as_well_from_codes() -> None:
     """With the weights that a CPU gets by default: its mean log-probability moves by less than 0.02 nats."""

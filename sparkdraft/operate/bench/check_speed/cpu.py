@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,13 +24,14 @@ from typing import Any
 
 import httpx
 
+from sparkdraft.cache.formats import EXACT, smallest_format
 from sparkdraft.config import NO_PROFILE
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
 from sparkdraft.operate.bench.check_speed.check import Group, Names, for_streams
-from sparkdraft.operate.bench.check_speed.sides import PENALISED, SAMPLED, whole_requests
+from sparkdraft.operate.bench.check_speed.sides import PENALISED, SAMPLED, UNKNOWN, warm, whole_requests
 from sparkdraft.operate.bench.long_prompt import Beside, LongPrompt
-from sparkdraft.operate.bench.offline import throughput
+from sparkdraft.operate.bench.offline import Bench, Load, throughput
 from sparkdraft.operate.bench.prompts import chat_prompts, read_prompts
 from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, Side, against, in_turn, joined, part
 from sparkdraft.operate.bench.serve import Client, Messages, keep_busy
@@ -39,6 +40,7 @@ MODEL = "smollm2"
 PLAIN_STEPS, WARM_STEPS = 96, 8  # for the paused drafter's line: steps per run, and how many of them do not count
 FRESH_ENGINES, PAUSED_ROUNDS = 2, 3  # pairs of engines made for it, and rounds per pair
 LOAD_ROUNDS = 3
+CODED_CONTEXTS, CODED_LEN, CODED_ROUNDS = (1000, 4000), 48, 2
 SAMPLING_STREAMS = 4
 SAMPLINGS = {  # line -> parameters of its requests
     for_streams("sampled", SAMPLING_STREAMS): SAMPLED,
@@ -47,8 +49,8 @@ SAMPLINGS = {  # line -> parameters of its requests
 OUTPUT_LEN = 64  # tokens per request at most; a request may end earlier
 
 
-def load(spec: str, model: str = MODEL) -> LLM:
-    return LLM(model, device="cpu", spec=spec, prefix_cache=False, profile=NO_PROFILE)
+def load(spec: str, **options: Any) -> LLM:
+    return LLM(MODEL, device="cpu", spec=spec, prefix_cache=False, profile=NO_PROFILE, **options)
 
 
 def paused_drafter(wanted: Names, progress: Progress, make: Callable[[str], LLM] = load) -> dict[str, Sample]:
@@ -101,6 +103,24 @@ def sampling(wanted: Names, progress: Progress, make: Callable[[str], LLM] = loa
         if name in wanted:
             inner = part(progress, LOAD_ROUNDS * len(samples), LOAD_ROUNDS * len(wanted))
             samples[name] = in_turn(side(SamplingParams()), side(params), LOAD_ROUNDS, inner)["tok_s"]
+    return samples
+
+
+# ---- the smallest cache
+
+
+def smallest_cache(
+    wanted: Names, progress: Progress, make: Callable[..., LLM] | None = None, contexts: Iterable[int] = CODED_CONTEXTS
+) -> dict[str, Sample]:
+    """Compare steps over a TurboQuant cache with those over an exact one, at several contexts of one stream."""
+    samples = dict[str, Sample]()
+    llms = ((make or load)("off", kv=kv) for kv in (EXACT, smallest_format().name))
+    exact, coded = (Bench(llm.engine, llm.model_config, UNKNOWN) for llm in llms)
+    for context in contexts:
+        name, step = f"{smallest_format().name}-{context}-tokens", Load(1, context, CODED_LEN)
+        if name in wanted:
+            inner = part(progress, CODED_ROUNDS * len(samples), CODED_ROUNDS * len(wanted))
+            samples[name] = in_turn(warm(exact, step), warm(coded, step), CODED_ROUNDS, inner)["tok_s"]
     return samples
 
 
@@ -283,6 +303,7 @@ GROUPS = (
     _load_group(4, 12, 0.0, auto_4_streams="tok_s"),
     _load_group(16, 16, 0.0, auto_16_streams="tok_s", first_token_16_streams="first_s"),
     Group(tuple(SAMPLINGS), sampling),
+    Group(tuple(f"{smallest_format().name}-{context}-tokens" for context in CODED_CONTEXTS), smallest_cache),
     Group(("server-1-stream", "server-4-streams"), server),
     Group(("long-prompt-largest-gap", "long-prompt-median-gap", "long-prompt-first-token"), long_prompt),
 )
