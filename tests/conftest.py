@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sparkdraft.engine import profile
 from sparkdraft.weights import hub
@@ -41,6 +42,7 @@ def pytest_configure() -> None:
         cores = sorted(os.sched_getaffinity(0))
         own = cores[int(worker.removeprefix("gw")) % len(cores) :: count]
         os.sched_setaffinity(0, own)
+        torch.set_num_threads(len(own))  # else more threads than cores wait for one another, 13 times as long
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
