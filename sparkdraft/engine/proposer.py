@@ -278,7 +278,7 @@ class Proposer:
         try:
             return graphs, graphs.replay(key)
         except CannotCapture as reason:
-            self.unrecorded.append(f"the drafter's '{reason}' is not one of the CPU kernels")
+            self.unrecorded.append(f"the drafter calls '{reason}', which is not one of the CPU kernels")
             return None, run(key)
 
     def _observe(self, shape: RowsShape) -> Tensor:

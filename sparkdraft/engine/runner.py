@@ -104,7 +104,7 @@ class Runner:
         try:
             graphs.record([_decoding(1, 1)])
         except CannotCapture as reason:
-            self.unrecorded.append(f"the model's '{reason}' is not one of the CPU kernels")
+            self.unrecorded.append(f"a step calls '{reason}', which is not one of the CPU kernels")
         else:
             self.graphs = graphs
 

@@ -123,7 +123,7 @@ def test_missing_recordings(tiny: Path, capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(native, "gated", reference.gated)
     status, report = looked(tiny, capsys)
     found = finding(report, "decode steps are launched one operator at a time")
-    assert status == 1 and found["value"] == "the model's 'float' is not one of the CPU kernels"
+    assert status == 1 and found["value"] == "a step calls 'float', which is not one of the CPU kernels"
 
 
 def test_a_low_bandwidth(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

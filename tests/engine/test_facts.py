@@ -56,7 +56,7 @@ def test_an_operator_that_is_left_to_torch_is_named(tmp_path: Path, monkeypatch:
     assert llm.plan.fallbacks == () and llm.plan.graphs and not llm.engine.runner.graphs
     said = {fallback.name: fallback.reason for fallback in llm.fallbacks()}
     assert said == {
-        "decode steps are launched one operator at a time": "the model's 'float' is not one of the CPU kernels"
+        "decode steps are launched one operator at a time": "a step calls 'float', which is not one of the CPU kernels"
     }
 
 

@@ -106,6 +106,17 @@ def test_queries_are_rotated_as_keys_are() -> None:
     assert not layer.records.any()
 
 
+def test_queries_alone_are_rotated_and_what_is_no_number_stays_none() -> None:
+    layer = CodedLayer.make(1, 2, SIZE, VectorFormat(64, 4), VectorFormat(64, 3))
+    q, none = torch.randn(3, 6, 64), torch.zeros(3, 0, 64)
+    native.turboquant.write(layer, q, none, none, int32([0, 1, 2]))
+    assert not layer.records.any()
+    k = torch.zeros(2, 3, 2, 64)
+    k[0, 1, 0, 5] = torch.nan
+    native.turboquant.write(layer, q, *k, int32([0, 1, 2]))
+    assert planes(layer)[0].scale.isnan().flatten().nonzero().flatten().tolist() == [1]
+
+
 # ---- reading
 
 

@@ -255,6 +255,7 @@ def tq_attention(
     layer: CodedLayer, q: Tensor, view: AttentionView, params: AttentionParams, same_bits_up_to: int = 0
 ) -> Tensor:
     assert params.causal, "only drafters look ahead, and they keep an exact cache"
+    assert params.sinks is None or layer.centre is None, "a centre shifts all scores, and would have to shift sinks"
     coded = turboquant.coded(layer)
     keep(coded)
     return _attend(q, (0, 0), coded.kv_heads, coded.block_size, view, params, ctypes.addressof(coded))

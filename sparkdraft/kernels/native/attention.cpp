@@ -1,7 +1,7 @@
-// Attention of ragged batches over the paged float cache, or over TurboQuant's codes and pages. Keys are taken in spans of 128 by their absolute position: all
-// scores of a span, their softmax, then the weighted values, and span after span is merged. So a row's sums have the same
-// order in a prompt chunk and in a decode step, however spans or queries are shared among threads. Query heads that share
-// a key head go together, so that a key and a value are loaded once for them.
+// Attention of ragged batches over the paged float cache, or over TurboQuant's codes and pages. Keys are taken in spans of
+// 128 by their absolute position: all scores of a span, their softmax, then the weighted values, and span after span is
+// merged. So a row's sums have the same order in a prompt chunk and in a decode step, however spans or queries are shared
+// among threads. Query heads that share a key head go together, so that a key and a value are loaded once for them.
 //
 // A TurboQuant layer is read from three sources, each in spans of its own: the first keys from pages, the next from codes,
 // which are decoded TILE keys at a time, and the last from pages. Which source a key has depends on the row.
@@ -235,8 +235,8 @@ struct Span {
     int64_t place[SPAN];  // of each key in the caches or pages; for codes its record, and its position there (AT bits)
 };
 
-// Spans begin at multiples of SPAN, or of TILE where the unit sees nothing before: what it does not see may have no page,
-// and is read where its first key lies. It gets no weight.
+// Spans begin at multiples of SPAN, or of TILE where the unit sees nothing before. Keys before the first that it sees may
+// have no page: their places are that of the first, and they get no weight.
 void find_keys(const Call& c, const Unit& u, int64_t index, Span& span) {
     span.source = 0;
     while (index >= u.seen[span.source].spans()) index -= u.seen[span.source++].spans();
@@ -478,7 +478,9 @@ void attend_split(const Call& c, std::vector<Unit>& units) {
         const int64_t count = u.count * c.group(), step = count * c.state(), slice = (i - whole) % slices;
         const Range queries = i < whole ? Range{0, count} : Range{count * slice / slices, count * (slice + 1) / slices};
         float* first = states + u.partial;
-        attend_span(c, u, part.span, queries, first + part.span * step + queries.begin * c.state());
+        if (queries.begin < queries.end) {
+            attend_span(c, u, part.span, queries, first + part.span * step + queries.begin * c.state());
+        }
         if (__atomic_sub_fetch(&u.left, 1, __ATOMIC_ACQ_REL) > 0) return;
         for (int64_t at = step; at < u.spans() * step; at += c.state()) {
             merge(first + at % step, first + at, c.head_dim);

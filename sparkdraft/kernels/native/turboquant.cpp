@@ -12,7 +12,7 @@ namespace {
 struct Call {  // strides in elements
     const Coded* coded;
     float* q;  // rotated in place
-    int64_t q_row, heads;
+    int64_t q_row, heads, kv_heads;  // kv_heads: 0 where nothing is written
     const float* k;
     int64_t k_row;
     const float* v;
@@ -23,9 +23,10 @@ struct Call {  // strides in elements
 
 constexpr float LARGEST_HALF = 65504.0f;
 
-// To the nearest half, ties to even, for 0 <= x <= LARGEST_HALF.
+// To the nearest half, ties to even, for 0 <= x <= LARGEST_HALF, or for what is no number.
 uint16_t to_half(float x) {
     uint32_t bits;
+    if (x != x) return 0x7e00;
     if (x < 0x1p-14f) {  // subnormal: adding this leaves its multiple of 2^-24 in the low bits
         x += 0.5f;
         std::memcpy(&bits, &x, 4);
@@ -105,7 +106,7 @@ void write(const Call& call, int64_t row, int64_t head) {
 
 extern "C" void sd_tq_write(const Call* call) {
     const Coded& c = *call->coded;
-    const int64_t tasks = call->heads + c.kv_heads;  // of a row: a query is rotated, or a key and its value are written
+    const int64_t tasks = call->heads + call->kv_heads;  // of a row: a query is rotated, or a key and its value are written
     pool::parallel_ranges(call->rows * tasks, double(call->rows * tasks * c.dim) * 16, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t row = i / tasks, task = i % tasks;

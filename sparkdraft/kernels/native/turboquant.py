@@ -17,6 +17,7 @@ from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import signs
 
 _Floats = ctypes.c_float * 32
+LARGEST_DIM, LARGEST_BLOCK = 1024, 1 << 16  # of turboquant.h
 
 
 class _Side(ctypes.Structure):
@@ -40,7 +41,20 @@ class _Write(ctypes.Structure):
 
     _fields_ = tuple(
         (name, c_int64)
-        for name in ("coded", "q", "q_row", "heads", "k", "k_row", "v", "v_row", "slots", "rows", "num_slots")
+        for name in (
+            "coded",
+            "q",
+            "q_row",
+            "heads",
+            "kv_heads",
+            "k",
+            "k_row",
+            "v",
+            "v_row",
+            "slots",
+            "rows",
+            "num_slots",
+        )
     )
 
 
@@ -77,6 +91,7 @@ def _sides(layout: RecordLayout) -> tuple[_Side, _Side]:
 def coded(layer: CodedLayer) -> Coded:
     layout, pages, (_, kv_heads, nbytes) = layer.layout, layer.pages, layer.records.shape
     assert pages is None or pages.dtype == torch.float32, "pages of a CPU are float32"
+    assert layout.dim <= LARGEST_DIM and layout.block_size <= LARGEST_BLOCK, layout
     return Coded(
         *(layer.records.data_ptr(), nbytes, kv_heads, layout.block_size, layout.dim, block_width(layout.dim)),
         *(*_sides(layout), ctypes.addressof(_turn(layout.dim))),
@@ -87,10 +102,12 @@ def coded(layer: CodedLayer) -> Coded:
 
 def write(layer: CodedLayer, q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Rotates queries in place, and writes keys and values: [rows, heads, dim] each, a row's heads together."""
-    parts = ((q.data_ptr(), q.stride(0), q.shape[1]), (k.data_ptr(), k.stride(0)), (v.data_ptr(), v.stride(0)))
     assert all(part.stride()[1:] == (layer.layout.dim, 1) for part in (q, k, v)), "heads are one after the other"
     of_layer, num_slots = coded(layer), len(layer.records) * layer.layout.block_size
-    places = [ctypes.addressof(of_layer), *(place for part in parts for place in part), slots.data_ptr()]
-    call = _Write(*places, len(slots), num_slots)
+    assert k.shape[1] in (0, of_layer.kv_heads), "no heads where nothing is written"
+    call = _Write(
+        *(ctypes.addressof(of_layer), q.data_ptr(), q.stride(0), q.shape[1], k.shape[1]),
+        *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(), len(slots), num_slots),
+    )
     keep((of_layer, call))
     c.sd_tq_write(ctypes.addressof(call))

@@ -101,6 +101,7 @@ def sampling(wanted: Names, progress: Progress, make: Callable[[str], LLM] = loa
     side(SamplingParams())()  # new shapes are compiled here
     for name, params in SAMPLINGS.items():
         if name in wanted:
+            side(params)()
             inner = part(progress, LOAD_ROUNDS * len(samples), LOAD_ROUNDS * len(wanted))
             samples[name] = in_turn(side(SamplingParams()), side(params), LOAD_ROUNDS, inner)["tok_s"]
     return samples
