@@ -139,20 +139,8 @@ def test_a_sink_has_its_part() -> None:
 
 @pytest.mark.parametrize(("dim", "bits"), [*store.CASES, (80, (4, 3)), (576, (4, 3)), (64, (2, 4))])
 def test_ragged_batches(dim: int, bits: tuple[int, int]) -> None:
-    """Chunks, single rows and drafts of which the last are rejected, of sequences that stand anywhere, in any order."""
-    rng, lengths = random.Random(dim + sum(bits)), [170, 150, 30, 133]
-    cache, done = Cache(lengths, dim, bits), [0, 0, 0, 0]
-    while any(d < n for d, n in zip(done, lengths, strict=True)):
-        batch = [s for s in range(4) if done[s] < lengths[s] and rng.random() < 0.8]
-        rng.shuffle(batch)
-        rows = {s: rng.choice([1, 1, 5, 16, 17, 60]) for s in batch}
-        spans = [(s, done[s], min(done[s] + rows[s], lengths[s])) for s in batch]
-        if not spans:
-            continue
-        cache.step(spans)
-        for s, start, end in spans:
-            done[s] = end if end - start > 16 else rng.randint(start + 1, end)
-            cache.write([(s, done[s], end)], wrong=True)  # what was rejected is no part of the text
+    lengths = [170, 150, 30, 133]
+    store.run_ragged(Cache(lengths, dim, bits), lengths, random.Random(dim + sum(bits)))
 
 
 def test_company_and_threads_change_no_bit() -> None:

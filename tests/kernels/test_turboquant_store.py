@@ -236,13 +236,11 @@ def test_without_uncoded_rows_there_are_no_pages_and_no_map() -> None:
 CASES = [(64, (4, 3)), (64, (3, 5)), (96, (5, 4)), (128, (4, 3)), (128, (2, 2)), (256, (5, 2)), (512, (4, 3))]
 
 
-@pytest.mark.parametrize(("dim", "bits"), CASES)
-def test_ragged_batches(dim: int, bits: tuple[int, int]) -> None:
+def run_ragged(cache: Cache, lengths: list[int], rng: random.Random) -> None:
     """Chunks, single rows and drafts of which the last are rejected, of sequences that stand anywhere, in any order."""
-    rng, lengths = random.Random(dim + sum(bits)), [170, 150, 30, 133]
-    cache, done = Cache(lengths, dim, bits), [0, 0, 0, 0]
+    done = [0] * len(lengths)
     while any(d < n for d, n in zip(done, lengths, strict=True)):
-        batch = [s for s in range(4) if done[s] < lengths[s] and rng.random() < 0.8]
+        batch = [s for s in range(len(lengths)) if done[s] < lengths[s] and rng.random() < 0.8]
         rng.shuffle(batch)
         rows = {s: rng.choice([1, 1, 5, 16, 17, 60]) for s in batch}
         spans = [(s, done[s], min(done[s] + rows[s], lengths[s])) for s in batch]
@@ -252,6 +250,12 @@ def test_ragged_batches(dim: int, bits: tuple[int, int]) -> None:
         for s, start, end in spans:
             done[s] = end if end - start > 16 else rng.randint(start + 1, end)
             cache.write([(s, done[s], end)], wrong=True)  # what was rejected is no part of the text
+
+
+@pytest.mark.parametrize(("dim", "bits"), CASES)
+def test_ragged_batches(dim: int, bits: tuple[int, int]) -> None:
+    lengths = [170, 150, 30, 133]
+    run_ragged(Cache(lengths, dim, bits), lengths, random.Random(dim + sum(bits)))
 
 
 def test_company_changes_nothing() -> None:
