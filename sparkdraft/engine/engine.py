@@ -229,6 +229,7 @@ class Engine:
             context = sum(result.work.request.num_tokens for result in decoding)
             self.drift.learn(len(decoding), rows, context, read.seconds)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs the shapes that a single request brings: this compiles kernels, captures steps, and measures the cost of
         a step at each depth. Raises NotFinite."""
