@@ -21,7 +21,7 @@ from sparkdraft.engine.graphs import gpu_sizes, packed_tokens
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.kernels.ops import WIDEST
-from sparkdraft.speculation.budget import Budget, depth_choices
+from sparkdraft.speculation.budget import Budget, depth_choices, hardly_any
 from sparkdraft.speculation.costs import Bucket, Reads, bucket_of
 from sparkdraft.speculation.stats import SpecStats
 from sparkdraft.speculation.survival import Floats, Ints, Kind
@@ -114,9 +114,7 @@ class Drafting:
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
         self._num_plain = 0  # steps without drafts
-        self._quiet: list[Request] = []  # requests of which none drafts, until the budget looks again or a text matches
-        self._num_observed = 0  # number of calls of `observe`
-        self._pays: dict[Bucket, bool] = {}  # the answers of `could_pay`, per kind of batch
+        self._quiet = set[Request]()  # requests of which none drafts, until the budget looks again or a text matches
         self._plain_known: Bucket | None = None  # the kind of batch whose plain steps have been timed
         self._num_steps: Counter[tuple[int, int]] = Counter()  # per (requests, rows)
 
@@ -125,7 +123,7 @@ class Drafting:
 
     def depths(self, requests: list[Request]) -> dict[Request, int]:
         """The number of drafts wanted for each request that may draft in the coming step."""
-        if not self.budget or self.is_off or not requests or (requests == self._quiet and self.budget.holds()):
+        if not self.budget or self.is_off or not requests or (self._are_quiet(requests) and self.budget.holds()):
             return {}
         depths: dict[Request, int] = {}
         free: dict[Request, int] = {}  # the slot of each request that names no depth
@@ -142,15 +140,26 @@ class Drafting:
             depths |= zip(free, chosen, strict=True)
         limited = {r: self._limited(r, depth) for r, depth in depths.items() if depth}
         found = {r: depth for r, depth in limited.items() if depth > 0}
-        self._quiet = [] if found or self.matches_itself else requests
+        self._quiet = set() if found or self.matches_itself else set(requests)
         return found
+
+    def _are_quiet(self, requests: list[Request]) -> bool:
+        """Whether the choice that none drafts holds for this batch too: hardly any request is new in it."""
+        if not self._quiet or bucket_of(len(requests), 0) != bucket_of(len(self._quiet), 0):
+            return False
+        new = [request for request in requests if request not in self._quiet]
+        return not new or hardly_any(len(new), len(requests)) and all(self._asked(r) is None for r in new)
 
     def match(self, matches: Iterable[tuple[Request, int]]) -> None:
         """The device has looked at the ends of these texts: the length of what was there before."""
         for request, length in matches:
             kept = self._of(request)
             if kept.matches != (length > 0):
-                kept.matches, self._quiet = length > 0, []
+                kept.matches = length > 0
+                if self.proposer:
+                    self._quiet.discard(request)  # a match of one does not pay for the drafter's pass over all
+                else:
+                    self._quiet.clear()
 
     def propose(self, batch: Batch) -> None:
         """Fills in the drafts of all work that has room for them."""
@@ -170,9 +179,6 @@ class Drafting:
         """After the step: shows the drafter the committed tokens, and records what was accepted."""
         if not self.max_depth:
             return
-        self._num_observed += 1
-        if self._num_observed % PLAIN_SAMPLE == 0:
-            self._pays.clear()  # asked again from time to time: asking takes 0.2 % of a step
         row, longest = 0, max(w.stop for w in batch.work)
         # depths were chosen for this many requests; prompts will join them
         decoding = sum(w.decodes for w in batch.work)
@@ -343,10 +349,7 @@ class Drafting:
         """Whether drafts could pay in a batch of this many requests, or the drafter must see all tokens in any case."""
         if self.proposer is None or not self.proposer.may_pass_over or self.budget is None:
             return True
-        bucket = bucket_of(num, longest)
-        if bucket not in self._pays:
-            self._pays[bucket] = self.budget.could_pay(num, longest)
-        return self._pays[bucket]
+        return self.budget.could_pay(num, longest)
 
     def _asked(self, request: Request) -> int | None:
         """The depth that is fixed for a request; None if it is chosen every step."""

@@ -33,6 +33,8 @@ DEBT = 1.5  # plain steps that it owes at most
 WAIT = 16  # steps between pausing and a probe, and between probes, at least
 NEWCOMER = 2  # but only so many for each step in which a request has drafted: one refused draft says little
 LOOK = 4  # steps that a choice holds for, at most, where requests draft
+REST = 64  # steps after which requests that are all paused are weighed again, though nothing was learnt
+NEW = 8  # a choice holds while fewer than one request in so many has joined since
 MAX_PROBE = 4
 ALIKE = 0.5  # a probe is for the likeliest request, and for those that are at least so likely beside it
 CHEAP = 1.25  # a probe is as deep as costs at most so many times the shallowest
@@ -99,10 +101,12 @@ class Budget:
         self._each = np.arange(1, max_depth + 1) if runs else self.depths  # depths of one request beside others
         self._positions = np.arange(max_depth)
         self._rests = Rests(0)
-        # The last choice, which holds for this batch until then: text and costs change slowly.
-        self._held: tuple[list[int], Bucket, int] | None = None
-        self._depths: list[int] = []
+        # The last choice, by slot, which holds for batches of this kind until then: text and costs change slowly.
+        self._chosen: dict[int, int] = {}
+        self._chosen_for: tuple[Bucket, int] | None = None
         self._until = 0
+        self._weighed, self._news = 0, False  # the step of the last choice that weighed all depths; learnt since
+        self._may_pay: dict[tuple[Bucket, int], tuple[bool, int]] = {}  # answers of `could_pay`, and until which step
         self._guessed = -1  # the step that drafted for requests of a kind of which little is known
         self._told: list[Told] = []  # steps that are not learnt yet
         self._judged = False  # whether a block is being verified
@@ -116,7 +120,7 @@ class Budget:
     def close(self, slot: int) -> None:
         self._learn()
         self.survival.close(slot)
-        self._until = 0
+        self._chosen.pop(slot, None)
 
     # ---- before drafting
 
@@ -139,9 +143,12 @@ class Budget:
         num = len(slots) + others
         bucket = bucket_of(num, context)
         self._pass()
-        held = (list(slots), bucket, extra)
-        if held == self._held and self.clock < self._until:
-            return self._depths
+        if self.clock < self._until and self._chosen_for == (bucket, extra):
+            if list(self._chosen) == list(slots):
+                return list(self._chosen.values())
+            new = list(set(slots) - self._chosen.keys())
+            if hardly_any(len(new), len(slots)) and self._by_model[self.survival.kind(np.array(new, int))].all():
+                return [self._chosen.get(slot, 0) for slot in slots]  # copied drafts cost no pass: they begin at once
         if self.costs.buckets and not extra and not self.costs.knows_plain(bucket):
             return [0] * len(slots)
         self._learn()
@@ -151,20 +158,33 @@ class Budget:
             return [0] * len(slots)  # on a GPU the step that was drafted on a guess has not been read
         self.batch = batch = Batch(self.costs, bucket, num, extra)
         depths = np.zeros(len(mine), np.int64)
-        pays = not self._rests.paused[mine].all() or self.could_pay(num, context, extra)
-        if pays:
+        paused = bool(self._rests.paused[mine].all())
+        pays = not paused or self.could_pay(num, context, extra)
+        same = self._chosen_for == (bucket, extra) and self.clock < self._weighed + REST
+        if pays and not (paused and same and not self._news):
             depths = self._best(mine, batch)
+            self._weighed, self._news = self.clock, False
         self._pause(mine, depths, batch)
         idle = self._add_probes(mine, depths, batch) if pays else WAIT
         if depths.any():
             self._guessed = self.clock if guesses else -1
             idle = min(idle, LOOK, int(self.survival.tried(mine[depths > 0]).min()) // LOOK)
-        self._held, self._depths, self._until = held, depths.tolist(), self.clock + max(min(idle, WAIT), 1)
-        return self._depths
+        chosen = depths.tolist()
+        self._chosen, self._chosen_for = dict(zip(slots, chosen, strict=True)), (bucket, extra)
+        self._until = self.clock + max(idle, 1)
+        return chosen
 
     def could_pay(self, num: int, context: int, extra: int = 0) -> bool:
-        """Whether any text would gain by drafts in such a batch; where tokens are dear, even certain drafts lose."""
+        """Whether any text would gain by drafts in such a batch; where tokens are dear, even certain drafts lose. An
+        answer holds for a while."""
         bucket = bucket_of(num, context)
+        pays, until = self._may_pay.get((bucket, extra), (False, -1))
+        if self.clock >= until:
+            pays = self._could_pay(bucket, num, extra)
+            self._may_pay[bucket, extra] = pays, self.clock + WAIT
+        return pays
+
+    def _could_pay(self, bucket: Bucket, num: int, extra: int) -> bool:
         plain = self.costs.plain(bucket, num + extra)
         gained = np.array(expected_tokens([HOPED] * self.max_depth))[self.depths] - 1
         drafting = np.array([[1], [num]])  # one of them, or all
@@ -285,7 +305,7 @@ class Budget:
         self.balance = max(min(self.balance, max(CREDIT, price)), -DEBT * batch.plain)
         loss = price - usual[due, :depth].sum() / batch.rate  # if it goes as usual
         if loss > self.balance and not rests.follows[slots].any():
-            return int((loss - self.balance) / (BUDGET * batch.plain)) + 1
+            return min(int((loss - self.balance) / (BUDGET * batch.plain)) + 1, WAIT)
         self.balance -= price
         depths[due] = depth
         probing = slots[due]
@@ -356,6 +376,7 @@ class Budget:
     def _learn(self) -> None:
         """Learns from the steps that were recorded."""
         told, self._told = self._told, []
+        self._news |= bool(told)
         for slots, steps in groupby(told, key=lambda step: step.slots):
             _, drafted, accepted, blocks = zip(*steps, strict=True)
             self._learn_steps(np.array(slots), np.array(drafted), np.array(accepted), np.array(blocks))
@@ -387,6 +408,11 @@ class Budget:
         """The time of a step of so many packed tokens, as CostTable.learn has it."""
         assert tokens >= num > 0 and verify > 0, f"{tokens} tokens of {num} requests, {verify} s"
         self.costs.learn(bucket_of(num, context), tokens, verify, draft, drafting, depth, tokens == num)
+
+
+def hardly_any(new: int, of: int) -> bool:
+    """Whether so few of these requests are new that the choice for the others holds for all."""
+    return NEW * new < of
 
 
 class Told(NamedTuple):

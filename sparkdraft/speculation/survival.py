@@ -105,6 +105,7 @@ class Survival:
         self._usual.trust[:] = GUESS
         self._own = self._state(0)
         self._free: list[int] = []
+        self._num_open, self._num_closed = np.zeros((2, len(kinds)), np.int64)  # requests by kind
 
     def open(self, kind: int) -> int:
         """A slot for a request."""
@@ -116,10 +117,18 @@ class Survival:
         for mine, fresh in zip(self._own, self._state(1), strict=True):
             mine[slot] = fresh[0]
         self._own.kind[slot], self._own.usual[slot] = kind, self.prior[kind]
+        self._own.before[slot] = self._num_closed[kind]
+        self._num_open[kind] += 1
         return slot
 
     def close(self, slot: int) -> None:
-        kind, left = self._own.kind[slot], RECENT ** (min(self._own.counts[slot, 1, 0], LONG) / LONG)
+        """Forgets a request. What others of its kind have shown fades by what it has added, as far as they are older:
+        those that ran beside it are not."""
+        kind = self._own.kind[slot]
+        beside = self._num_open[kind] + self._num_closed[kind] - self._own.before[slot]
+        left = RECENT ** (min(self._own.counts[slot, 1, 0], LONG) / LONG / beside)
+        self._num_open[kind] -= 1
+        self._num_closed[kind] += 1
         self._usual.counts[kind] *= left
         self._usual.trust[kind] = max(self._usual.trust[kind] * left, 1.0)
         self._free.append(slot)
@@ -229,7 +238,8 @@ class Survival:
         usual, block = np.zeros((size, depth)), np.full((size, 2, depth), np.nan)
         pairs = np.zeros((2, size, 2))
         counts, trust = np.zeros((size, 2, depth)), np.full(size, TRUST)
-        return State(np.zeros(size, np.int64), counts, trust, pairs[0], pairs[1], gaps, usual, block)
+        kind, before = np.zeros((2, size), np.int64)
+        return State(kind, before, counts, trust, pairs[0], pairs[1], gaps, usual, block)
 
     def _sure(self, slots: Ints, gaps: Floats) -> Floats:
         return self.fits.chances(self._own.kind[slots], gaps)
@@ -263,6 +273,7 @@ class State(NamedTuple):
     """What requests have shown, by slot."""
 
     kind: Ints
+    before: Ints  # requests of its kind that had ended when it began
     counts: Floats  # [slots, 2, depth]: decayed counts of drafts accepted, and of those that were compared at all
     trust: Floats
     surprise: Floats  # [slots, 2]: decayed sum of accepted minus expected, and its variance
