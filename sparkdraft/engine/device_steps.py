@@ -13,7 +13,7 @@ the host finds the masks; masks after drafts wait for it.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -31,10 +31,10 @@ from sparkdraft.engine.sampler import Sampler, SampleRow, read_logprobs, staged
 from sparkdraft.engine.slots import Asked, Chunks, Ran, Sampled, Slots, StepKind
 from sparkdraft.engine.steps import StepRead, StepResult
 from sparkdraft.plan.memory import RING
+from sparkdraft.speculation.costs import PLAIN_FIRST
 from sparkdraft.text.grammar import GrammarState, Mask
 
-MEASURED = 3  # times that each captured step is timed at start
-OFTEN = 8  # a kind of step that is not captured is run once in so many times; else a larger one runs
+MEASURED = 4  # times that each captured step runs to be timed at start
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # tokens of prompts for which steps are captured
 PROMPTS = 4  # prompts in such a step, at most
 BESIDE = (0, 1, 4, 16)  # slots beside them; and as many as there are
@@ -105,7 +105,7 @@ class DeviceSteps:
         self._catching_up = Graphs(self.slots.catch_up, ops) if has_graphs else None
         most = runner.plan.max_seqs
         self._most_prompts, self._beside = min(PROMPTS, most), [*(n for n in BESIDE if n < most), most]
-        self._asked_for = Counter[StepKind]()  # kinds of steps that are not captured
+        self._lost = defaultdict[StepKind, float](float)  # seconds that larger steps took for want of these
 
     @property
     def num_unread(self) -> int:
@@ -149,13 +149,15 @@ class DeviceSteps:
     def measure(self, steps: Graphs[StepKind], kinds: list[StepKind]) -> None:
         """Times steps of empty slots: they multiply as many rows as others, but have no context to attend to."""
         for kind in kinds:
-            for _ in range(MEASURED):
-                self._synchronize()
-                begin = time.perf_counter()
+            result = steps.replay(kind)
+            self._synchronize()
+            begin = time.perf_counter()
+            for _ in range(MEASURED):  # one behind the other, as steps run later: a GPU does not wait for the host
                 result = steps.replay(kind)
-                self._synchronize()
-                seconds = time.perf_counter() - begin
-                verify = max(float(result[0, kind.depth + 3]) / 1e9, 1e-9)
+            self._synchronize()
+            seconds = (time.perf_counter() - begin) / MEASURED
+            verify = max(float(result[0, kind.depth + 3]) / 1e9, 1e-9)
+            for _ in range(PLAIN_FIRST):  # as often as makes them known
                 self._drafting.measured_at_start(kind.seqs, kind.depth, kind.rows, seconds, min(verify, seconds))
 
     def _synchronize(self) -> None:
@@ -449,13 +451,16 @@ class DeviceSteps:
         return next(size for size in sizes if size >= num_requests)
 
     def _smaller(self, kind: StepKind, tokens: int, has_prompts: bool) -> StepKind:
-        """The step that runs no more than these tokens need. Beside prompts it is not captured; else a kind is run, and
-        then captured, once in OFTEN times that it is asked for, because few of them come up."""
+        """The step that runs no more than these tokens need. Beside prompts it is not captured. Else a kind runs, and
+        is captured the next time, once larger steps have lost as much for want of it as that takes."""
         smaller = kind._replace(rows=int(packed_tokens(tokens, kind.rows)))
         if has_prompts or self._steps is None or smaller in self._steps:
             return smaller
-        self._asked_for[smaller] += 1
-        return kind if self._asked_for[smaller] % OFTEN else smaller
+        self._lost[smaller] += self._drafting.saved(kind.seqs, kind.rows, smaller.rows)
+        if self._lost[smaller] < self._steps.seconds:
+            return kind
+        del self._lost[smaller]
+        return smaller
 
     def _staged(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return staged(values, dtype, self._device)

@@ -148,7 +148,7 @@ class Drafting:
         if not self._quiet or bucket_of(len(requests), 0) != bucket_of(len(self._quiet), 0):
             return False
         new = [request for request in requests if request not in self._quiet]
-        return not new or hardly_any(len(new), len(requests)) and all(self._asked(r) is None for r in new)
+        return not new or (hardly_any(len(new), len(requests)) and all(self._asked(r) is None for r in new))
 
     def match(self, matches: Iterable[tuple[Request, int]]) -> None:
         """The device has looked at the ends of these texts: the length of what was there before."""
@@ -218,6 +218,13 @@ class Drafting:
         assert self.proposer
         slots = next(size for size in gpu_sizes(self.proposer.plan.max_seqs, drafting=True) if size >= num)
         return np.asarray(packed_tokens(tokens, np.maximum(slots * (1 + depth), tokens)))
+
+    def saved(self, num: int, tokens: int, fewer: int) -> float:
+        """The seconds that a step of so many requests saves if it runs fewer tokens."""
+        if not self.budget:
+            return 0.0
+        verify = self.budget.costs.at(bucket_of(num, 0)).verify
+        return float(verify.at(tokens) - verify.at(fewer))
 
     def measured_at_start(self, num: int, depth: int, rows: int, seconds: float, verify: float) -> None:
         """The time of a captured step of so many empty slots, and the part of it after drafting. Of a model with

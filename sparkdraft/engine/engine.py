@@ -68,6 +68,7 @@ class Engine:
             plan.max_model_len,
         )
         self.drift = StepDrift()
+        self.is_warm = False  # whether steps were run, captured and timed before the first request
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._ended: list[StepOutput] = []  # outputs of requests that were aborted or read since the last step
@@ -247,6 +248,7 @@ class Engine:
                 self._try(depth, [*range(16)] * 2, 2, following=0)
         self._ended.clear()
         self.reset_counts()
+        self.is_warm = True
 
     def _try(self, depth: int, ids: list[int], steps: int, following: int | None = None) -> None:
         """Steps of one request, the first of which reads its prompt. following: the id that it always writes."""

@@ -13,6 +13,7 @@ from then on.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -48,6 +49,7 @@ class Graphs(Generic[Key]):
         self._recent: OrderedDict[Key, CapturedStep] = OrderedDict()  # made later, the last replayed at the end
         self._seen: OrderedDict[Key, None] = OrderedDict()  # shapes that ran once and are not captured yet
         self._compiled = set[Key]()  # shapes whose kernels were compiled ahead; a graph may be dropped, these stay
+        self.seconds = 0.0  # that a graph made at start took
         self._plain: dict[Key, None] = {}  # shapes that run plainly: no memory was left to capture them
 
     def __contains__(self, shape: Key) -> bool:
@@ -76,6 +78,7 @@ class Graphs(Generic[Key]):
 
     def record(self, shapes: list[Key]) -> None:
         """Captures graphs that stay, the largest first: on a GPU the smaller ones then fit into its memory."""
+        begin = time.perf_counter()
         shapes = sorted(shapes, reverse=True)  # type: ignore[type-var]
         self._compile(shapes)
         for shape in shapes:
@@ -83,6 +86,7 @@ class Graphs(Generic[Key]):
                 self._run(shape)  # this loads what a capture may not
             if graph := self._make(shape):
                 self._kept[shape] = graph
+        self.seconds = (time.perf_counter() - begin) / max(len(shapes), 1)
 
     def replay(self, shape: Key) -> Any:
         """Runs one step of this shape, captured.

@@ -39,6 +39,7 @@ MAX_PROBE = 4
 ALIKE = 0.5  # a probe is for the likeliest request, and for those that are at least so likely beside it
 CHEAP = 1.25  # a probe is as deep as costs at most so many times the shallowest
 LIKELY = 1.5  # tokens expected with one draft: above, a probe that goes well is no sign that the text has changed
+STALE = 128  # steps after which a plain one is run and timed where all steps draft: drafts are weighed against it
 HOPED = 0.97  # chance of each draft with which drafting must pay somewhere, or a batch does not even probe
 MARGIN = 1.03  # what a paused batch must be promised before it begins to draft; it stops as soon as drafts would lose
 _BORDERS = np.arange(LEVELS - 1, 0, -1) / LEVELS
@@ -107,6 +108,7 @@ class Budget:
         self._until = 0
         self._weighed, self._news = 0, False  # the step of the last choice that weighed all depths; learnt since
         self._may_pay: dict[tuple[Bucket, int], tuple[bool, int]] = {}  # answers of `could_pay`, and until which step
+        self._plain_at: dict[Bucket, int] = {}  # the last step without drafts
         self._guessed = -1  # the step that drafted for requests of a kind of which little is known
         self._told: list[Told] = []  # steps that are not learnt yet
         self._judged = False  # whether a block is being verified
@@ -166,6 +168,12 @@ class Budget:
             self._weighed, self._news = self.clock, False
         self._pause(mine, depths, batch)
         idle = self._add_probes(mine, depths, batch) if pays else WAIT
+        plain_at = self._plain_at.setdefault(bucket, self.clock)
+        if not depths.any():
+            self._plain_at[bucket] = self.clock
+        elif self.clock - plain_at >= STALE:
+            self._plain_at[bucket], self._until = self.clock, 0
+            return [0] * len(slots)
         if depths.any():
             self._guessed = self.clock if guesses else -1
             idle = min(idle, LOOK, int(self.survival.tried(mine[depths > 0]).min()) // LOOK)
@@ -346,7 +354,7 @@ class Budget:
         known = self.survival.fair(np.array([slot or 0 for slot in slots]))
         fits = self.survival.fits
         whole = sum(depth for depth, is_held in zip(depths, held, strict=True) if is_held)
-        worth = np.zeros(1) if all(held) else self._worth(tokens + whole, sum(depths) - whole)
+        worth = np.zeros(1) if all(held) or not self.batch else self._worth(tokens + whole, sum(depths) - whole)
         return np.column_stack((fits.slope, fits.base, fits.own)), np.where(held, -1.0, known), worth
 
     def expect(self, slots: Sequence[int], gaps: Floats) -> None:

@@ -215,8 +215,9 @@ class Survival:
         for kind in set(kinds.tolist()):
             usual = self._usual.counts[kind]
             usual += (share * counts)[:, kinds == kind].sum((0, 1))
-            # No more than LONG steps of a few requests: a batch of many says no more about the next text.
-            usual *= MOST / max(usual[1, 0], MOST)
+            # The last LONG steps of a few requests, or of as many as run: fewer would rise and fall by chance.
+            most = MOST * max(self._num_open[kind], 1)
+            usual *= most / max(usual[1, 0], most)
         self._prior_is_old = True
         excess = np.where(compared, right - chances, 0.0).sum(2)
         doubt = np.where(compared, chances * (1 - chances), 0.0).sum(2)

@@ -18,7 +18,7 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import Batch, FinishReason, GrammarSpec, StepOutput
 from sparkdraft.engine import device_steps as device_steps_module
-from sparkdraft.engine.device_steps import OFTEN, RING, DeviceSteps
+from sparkdraft.engine.device_steps import RING, DeviceSteps
 from sparkdraft.engine.slots import Chunks, Ran, StepKind
 from sparkdraft.kernels.ops import IN_PROMPT
 from sparkdraft.kernels.reference import accept_drafts, pack_rows
@@ -150,7 +150,6 @@ def test_a_step_runs_hardly_more_tokens_than_it_packs(
 
     monkeypatch.setattr(steps.slots, "forward", packed)
     monkeypatch.setattr(steps, "_steps", Uncaptured(lambda kind: steps.slots.step(kind)))  # a capture reads nothing
-    monkeypatch.setattr(device_steps_module, "OFTEN", 1)
     depths = (12, 0, 3, 0, 1)
     params = [SamplingParams(max_tokens=30, num_draft=depth, ignore_eos=True, seed=7) for depth in depths]
     assert written(overlapped, params) == written(host, params)
@@ -159,15 +158,19 @@ def test_a_step_runs_hardly_more_tokens_than_it_packs(
     assert any(2 * kind.rows < kind.seqs * (1 + kind.depth) for kind, _ in drafted)
 
 
-def test_a_step_of_fewer_tokens_is_captured_if_it_comes_up_often(
+def test_a_step_of_fewer_tokens_is_captured_when_that_pays(
     overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """When larger steps have lost as much time as a capture takes."""
     steps, whole = device_steps(overlapped), StepKind(16, 15, 256, False)
-    captured = {whole}
-    monkeypatch.setattr(steps, "_steps", captured)
-    asked = [steps._smaller(whole, tokens, has_prompts=False).rows for tokens in [40] * OFTEN]
-    assert asked == [256] * (OFTEN - 1) + [48]
-    captured.add(whole._replace(rows=48))
+    graphs = Uncaptured(lambda kind: None)
+    graphs.record([whole])
+    graphs.seconds = 0.1
+    monkeypatch.setattr(steps, "_steps", graphs)
+    monkeypatch.setattr(overlapped.engine.drafting, "saved", lambda num, tokens, fewer: (tokens - fewer) / 1e4)
+    assert [steps._smaller(whole, 40, has_prompts=False).rows for _ in range(6)] == [256, 256, 256, 256, 48, 256]
+    assert steps._smaller(whole, 250, has_prompts=False) == whole
+    graphs.record([whole._replace(rows=48)])
     assert steps._smaller(whole, 33, has_prompts=False).rows == 48
     assert steps._smaller(whole, 70, has_prompts=False).rows == 256
     assert steps._smaller(whole, 70, has_prompts=True).rows == 96, "what is not captured can be of any size"
@@ -190,7 +193,7 @@ def test_what_captured_steps_cost_is_known_before_the_first_request(
         assert verify > 0 and draft >= 0 and (drafting_for, depth) == ((0, 0) if tokens == num else (num, 7))
     monkeypatch.setattr(drafting, "has_experts", True)
     drafting.measured_at_start(4, 7, 32, 1.0, 0.5)
-    assert len(told) == 12, "empty slots reach no expert"
+    assert len(told) == 8, "empty slots reach no expert"
 
 
 class Clock:
@@ -207,7 +210,7 @@ class SlowToRecord:
     """Recordings as a GPU makes them: a kind runs plainly once, is recorded the second time, and then replayed."""
 
     def __init__(self, run: Callable[[StepKind], torch.Tensor], clock: Clock) -> None:
-        self.run, self.clock, self.visits = run, clock, Counter[StepKind]()
+        self.run, self.clock, self.visits, self.seconds = run, clock, Counter[StepKind](), 0.0
 
     def __contains__(self, kind: StepKind) -> bool:
         return self.visits[kind] > 1
@@ -249,7 +252,6 @@ def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
     monkeypatch.setattr(drafting, "learn_plain", lambda requests, seconds, verify: seen.append((0, seconds)))
     depths = iter([0, 0, 0, 0, 3, 3, 3, 0, 3, 3] + [0] * 99)
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, next(depths)))
-    monkeypatch.setattr(drafting, "cut_terms", lambda *_: [])  # depths that no choice has made have none
     overlapped.generate(TEXTS[:1], SamplingParams(max_tokens=24, ignore_eos=True))
     assert sum(steps.visits.values()) == len(watched) - 1 and len(steps.visits) == 2
     assert max(seconds for _, seconds in seen) < 100

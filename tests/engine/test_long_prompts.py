@@ -23,7 +23,13 @@ def prefilled(wait: bool) -> tuple[list[int], list[Tensor]]:
     """The first ids written after the prompt, and K and V of the prompt's rows in every layer."""
     length = CHUNK * NUM_CHUNKS
     config = EngineConfig(
-        model="qwen3-8b", device="cuda", max_seqs=1, max_step_tokens=CHUNK, max_model_len=length + 64, ngram=False, spec="off"
+        model="qwen3-8b",
+        device="cuda",
+        max_seqs=1,
+        max_step_tokens=CHUNK,
+        max_model_len=length + 64,
+        ngram=False,
+        spec="off",
     )
     plan = plan_here(config, MODEL)
     engine = build_engine(plan, config, MODEL, RandomCheckpoint(MODEL, "cuda"), SilentTokenizer())

@@ -16,6 +16,7 @@ class Uncaptured:
     """Graphs that run what others replay, with the same padding."""
 
     fallbacks: tuple[str, ...] = ()
+    seconds = 0.0
 
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self.run, self._kinds = run, set[Any]()

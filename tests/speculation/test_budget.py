@@ -159,8 +159,11 @@ def test_mixed_batches_write_as_fast_as_the_best_common_depth(name: str, num: in
     machine = MACHINES[name]
     for chances, least in (([0.7], 0.9), ([0.9, 0.1, 0.6, 0.3], 0.93), ([0.9, 0.05], 0.97)):
         texts = [flat(chances[i % len(chances)]) for i in range(num)]
-        steps = run(budget(machine, [1, num]), machine, [lambda _, text=text: text for text in texts], 1.0)  # type: ignore[misc]
-        assert rate(steps) > least * best_alike(machine, texts)
+        rates = [
+            rate(run(budget(machine, [1, num], seed=seed), machine, [lambda _, text=text: text for text in texts], 1.0))  # type: ignore[misc]
+            for seed in range(4 if num < 64 else 1)
+        ]
+        assert mean(rates) > least * best_alike(machine, texts)
 
 
 def test_an_easy_request_drafts_beside_hard_ones() -> None:

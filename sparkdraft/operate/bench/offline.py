@@ -129,7 +129,8 @@ class Bench:
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
         self._synthetic = impose(engine, acceptance) if acceptance else None
-        if acceptance and engine.drafting.default is None:
+        chooses = engine.drafting.budget is not None and engine.drafting.default is None
+        if chooses and (acceptance or not engine.is_warm):
             # the budget of drafts needs the costs of steps; graphs keep the acceptance that they were made with
             engine.warm_up()
 
