@@ -44,7 +44,7 @@ Key = TypeVar("Key")
 
 
 class PromptKind(NamedTuple):
-    """What the first half of a step with prompts and without drafts is captured for."""
+    """What a step with prompts and without drafts, or its first half, is captured for."""
 
     seqs: int  # slots
     rows: int  # tokens of all prompts
@@ -101,10 +101,14 @@ class DeviceSteps:
         ops, has_graphs = runner.model.ops, runner.plan.graphs and self._device.type == "cuda"
         self._steps = Graphs(self.slots.step, ops) if has_graphs else None
         self._forwards = Graphs(self.slots.forward, ops) if has_graphs else None
-        self._prompts = Graphs(self._forward_prompts, ops) if has_graphs else None
+        self._prompts = Graphs(self._step_with_prompts, ops) if has_graphs else None
+        self._prompt_forwards = Graphs(self._forward_prompts, ops) if has_graphs else None
         self._catching_up = Graphs(self.slots.catch_up, ops) if has_graphs else None
         most = runner.plan.max_seqs
         self._most_prompts, self._beside = min(PROMPTS, most), [*(n for n in BESIDE if n < most), most]
+        # Of a captured step: the rows at which its prompts end, and their slots; and for a chain drafter the next ids.
+        self._ends = torch.zeros(2, self._most_prompts, dtype=torch.int64, device=self._device)
+        self._next_ids = torch.zeros(runner.plan.max_step_tokens, dtype=torch.int32, device=self._device)
         self._lost = defaultdict[StepKind, float](float)  # seconds that larger steps took for want of these
 
     @property
@@ -113,7 +117,8 @@ class DeviceSteps:
 
     @property
     def graphs(self) -> list[Graphs[Any]]:
-        return [each for each in (self._steps, self._forwards, self._prompts, self._catching_up) if each]
+        every = self._steps, self._forwards, self._prompts, self._prompt_forwards, self._catching_up
+        return [each for each in every if each]
 
     def reach(self, depth: int) -> int:
         """The drafter writes as many positions for every slot as for the one that drafts most."""
@@ -185,6 +190,10 @@ class DeviceSteps:
             whole = self._replay(self._steps, kind, launched) if self._steps else self.slots.step(kind)
             self._fetch(launched, Sampled(whole, None))
             self._wait_to_observe(launched, has_prompts=False)
+        elif self._prompts and captured and ends and not needs_host:
+            self._chunks(prompts, ends, slot_of, captured)
+            self._fetch(launched, self._replay(self._prompts, captured, launched))
+            self._wait_to_observe(launched, has_prompts=True)
         else:
             chunks = self._chunks(prompts, ends, slot_of, captured) if prompts else None
             ran = self._run(launched, kind, chunks, captured)
@@ -396,19 +405,27 @@ class DeviceSteps:
     def _run(self, launched: Launched, kind: StepKind, chunks: Chunks | None, captured: PromptKind | None) -> Ran:
         """The first half of a step."""
         ran: Ran
-        if captured and self._prompts:
-            ran = self._replay(self._prompts, captured, launched)
+        if captured and self._prompt_forwards:
+            ran = self._replay(self._prompt_forwards, captured, launched)
         elif chunks is None and self._forwards:
             ran = self._replay(self._forwards, kind, launched)
         else:
             ran = self.slots.forward(kind, chunks)
         return ran
 
+    def _step_with_prompts(self, kind: PromptKind) -> Sampled:
+        step, chunks = StepKind(kind.seqs, 0, kind.seqs, True), self._captured_chunks(kind)
+        return self.slots.finish(step, self.slots.forward(step, chunks), chunks)
+
     def _forward_prompts(self, kind: PromptKind) -> Ran:
-        inputs, none = self._runner.inputs, torch.empty(0, dtype=torch.int64, device=self._device)
+        return self.slots.forward(StepKind(kind.seqs, 0, kind.seqs, False), self._captured_chunks(kind))
+
+    def _captured_chunks(self, kind: PromptKind) -> Chunks:
+        """The prompts of a captured step, in buffers that `_chunks` fills."""
+        inputs, next_ids = self._runner.inputs, self._next_ids[: kind.rows] if self.slots.chain else None
         view = inputs.view(self._most_prompts, kind.rows, self._runner.plan.max_model_len)
         parts = inputs.token_ids[: kind.rows], inputs.positions[: kind.rows], inputs.slots[: kind.rows]
-        return self.slots.forward(StepKind(kind.seqs, 0, kind.seqs, False), Chunks(*parts, view, none, none))
+        return Chunks(*parts, view, self._ends[0], self._ends[1], next_ids)
 
     def _chunks(
         self, prompts: list[Work], ends: list[Work], slot_of: dict[Request, int], captured: PromptKind | None
@@ -429,13 +446,20 @@ class DeviceSteps:
             end += work.num_known
             last.append(end - 1)
         slots = {request: slot for slot, request in enumerate(self.requests)}
-        of_ends = [[row for row, work in zip(last, prompts, strict=True) if work.samples]]
-        of_ends.append([slots[work.request] for work in ends])
-        index = self._staged(of_ends, torch.int64)
+        rows_of_ends = [row for row, work in zip(last, prompts, strict=True) if work.samples]
+        slots_of_ends = [slots[work.request] for work in ends]
+        if captured and ends:
+            spare = self._most_prompts - len(ends)
+            padded = rows_of_ends + rows_of_ends[-1:] * spare, slots_of_ends + [self.slots.spare] * spare
+            self._ends.copy_(self._staged(padded, torch.int64), non_blocking=True)
+            index = self._ends[:, : len(ends)]
+        else:
+            index = self._staged([rows_of_ends, slots_of_ends], torch.int64)
         following = None
         if self.slots.chain:
-            following = self._staged([i for work in prompts for i in _following(work)], torch.int32)
-            following = torch.nn.functional.pad(following, (0, rows - len(following)))
+            known = self._staged([i for work in prompts for i in _following(work)], torch.int32)
+            self._next_ids[: len(known)].copy_(known, non_blocking=True)
+            following = self._next_ids[:rows]
         parts_of = inputs.token_ids[:rows], inputs.positions[:rows], inputs.slots[:rows]
         return Chunks(*parts_of, view, index[0], index[1], following)
 
@@ -556,7 +580,7 @@ class DeviceSteps:
             if launched.depth or self.slots.text is not None:
                 matched = launched.slots[:, end].tolist()
             gaps = launched.slots[:, end + 1 :].contiguous().view(torch.float32).tolist() if launched.depth else []
-        firsts = launched.first_ids.tolist() if launched.first_ids is not None else []
+        firsts = launched.first_ids.tolist()[: len(launched.firsts)] if launched.first_ids is not None else []
         first_of = dict(zip((work.request for work in launched.firsts), firsts, strict=True))
         results = []
         for work in launched.batch.work:

@@ -125,14 +125,18 @@ class Slots:
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        # One more than there are requests: a captured step has room for more prompts that end than do, and fills it.
+        self.spare = num_slots
         # edit_slots: of each slot, in the tables of 'edits'; -1: none
-        self.state = integers(5, num_slots)
+        self.state = integers(5, num_slots + 1)
         self.token, self.length, self.observed, self.most, self.edit_slots = self.state
+        self.edit_slots[self.spare] = -1
         self.tables = integers(num_slots, max_blocks)
         # The sampling parameters of each slot, as in ops.Draws: temperature, min_p, top_p; top_k, seed.
-        self.floats, self.integers = torch.zeros(3, num_slots, device=device), integers(2, num_slots, dtype=torch.int64)
+        self.floats = torch.zeros(3, num_slots + 1, device=device)
+        self.integers = integers(2, num_slots + 1, dtype=torch.int64)
         # The ids of each slot, from position 0 on, if requests draft from them.
-        self.text = integers(num_slots, plan.max_model_len) if reads_text else None
+        self.text = integers(num_slots + 1, plan.max_model_len) if reads_text else None
         self._matched: Tensor | None = None  # int32 [seqs]: the match that a slot's drafts follow; 0: the drafter's
         self._unused = integers(num_slots, 1)  # takes a draft where nothing is drafted
         aux_shape = runner.aux_hidden.shape[1:]
@@ -142,7 +146,7 @@ class Slots:
         )  # indexed by position modulo its size
         # The hidden state of each slot's last committed row, for a chain drafter.
         self.hidden = torch.zeros(
-            (num_slots if self.chain else 0, *aux_shape), dtype=runner.aux_hidden.dtype, device=device
+            (num_slots + 1 if self.chain else 0, *aux_shape), dtype=runner.aux_hidden.dtype, device=device
         )
         deepest = proposer.max_depth if proposer else 0
         most = max(1 + deepest, ring, plan.max_step_tokens + num_slots)

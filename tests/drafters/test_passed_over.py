@@ -36,7 +36,7 @@ def llm(tmp_path: Path, untimed: None) -> LLM:
             drafting = num * bool(depth)
             for context in (32, 300):
                 budget.measured(num * (1 + depth), num, context, 1.0 + each * depth, 0.0001, drafting, depth)
-    llm.engine.drafting._pays.clear()  # the answers of the start, when no cost was known
+    budget._may_pay.clear()  # the answers of the start, when no cost was known
     with torch.inference_mode():
         for cache in (*drafter_kv(llm).k, *drafter_kv(llm).v):
             cache.fill_(float("nan"))

@@ -39,7 +39,8 @@ def on_device(llm: LLM) -> LLM:
     if engine.plan.device == "cpu":
         steps._steps = Uncaptured(lambda kind: steps.slots.step(kind))  # type: ignore[assignment]
         steps._forwards = Uncaptured(lambda kind: steps.slots.forward(kind))  # type: ignore[assignment]
-        steps._prompts = Uncaptured(steps._forward_prompts)  # type: ignore[assignment]
+        steps._prompts = Uncaptured(steps._step_with_prompts)  # type: ignore[assignment]
+        steps._prompt_forwards = Uncaptured(steps._forward_prompts)  # type: ignore[assignment]
         steps._catching_up = Uncaptured(steps.slots.catch_up)  # type: ignore[assignment]
         steps.measure = lambda *_: None  # type: ignore[method-assign]
         steps.capture()
