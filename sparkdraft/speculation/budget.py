@@ -176,7 +176,8 @@ class Budget:
             return [0] * len(slots)
         if depths.any():
             self._guessed = self.clock if guesses else -1
-            idle = min(idle, LOOK, int(self.survival.tried(mine[depths > 0]).min()) // LOOK)
+            tried = sorted(self.survival.tried(mine[depths > 0]))
+            idle = min(idle, LOOK, int(tried[len(tried) // NEW]) // LOOK)  # hardly any is newer than that
         chosen = depths.tolist()
         self._chosen, self._chosen_for = dict(zip(slots, chosen, strict=True)), (bucket, extra)
         self._until = self.clock + max(idle, 1)
