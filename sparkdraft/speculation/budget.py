@@ -33,7 +33,7 @@ DEBT = 1.5  # plain steps that it owes at most
 WAIT = 16  # steps between pausing and a probe, and between probes, at least
 NEWCOMER = 2  # but only so many for each step in which a request has drafted: one refused draft says little
 LOOK = 4  # steps that a choice holds for, at most, where requests draft
-REST = 64  # steps after which requests that are all paused are weighed again, though nothing was learnt
+REST = 64  # steps after which what depends on costs alone is found out again
 NEW = 8  # a choice holds while fewer than one request in so many has joined since
 MAX_PROBE = 4
 ALIKE = 0.5  # a probe is for the likeliest request, and for those that are at least so likely beside it
@@ -190,7 +190,7 @@ class Budget:
         pays, until = self._may_pay.get((bucket, extra), (False, -1))
         if self.clock >= until:
             pays = self._could_pay(bucket, num, extra)
-            self._may_pay[bucket, extra] = pays, self.clock + WAIT
+            self._may_pay[bucket, extra] = pays, self.clock + (REST if self.costs.knows_plain(bucket) else WAIT)
         return pays
 
     def _could_pay(self, bucket: Bucket, num: int, extra: int) -> bool:
@@ -314,7 +314,8 @@ class Budget:
         self.balance = max(min(self.balance, max(CREDIT, price)), -DEBT * batch.plain)
         loss = price - usual[due, :depth].sum() / batch.rate  # if it goes as usual
         if loss > self.balance and not rests.follows[slots].any():
-            return min(int((loss - self.balance) / (BUDGET * batch.plain)) + 1, WAIT)
+            saved = int((loss - self.balance) / (BUDGET * batch.plain)) + 1
+            return min(saved, REST if len(slots) == 1 else WAIT)  # of several another may be due before
         self.balance -= price
         depths[due] = depth
         probing = slots[due]
