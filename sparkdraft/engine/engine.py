@@ -56,7 +56,7 @@ class Engine:
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
-        self.pace = PromptPace(plan.max_step_ms / 1e3, plan.max_step_tokens)
+        self.pace = PromptPace(plan.max_step_ms / 1e3, plan.max_step_tokens, plan.device == "cpu")
         self.scheduler = Scheduler(
             self.pool,
             prefix,
@@ -223,8 +223,7 @@ class Engine:
 
     def _learn_time(self, read: StepRead) -> None:
         decoding = [result for result in read.results if result.work.decodes]
-        if decoding:
-            self.pace.learn(len(decoding), read.batch.num_prompt_rows, read.seconds)
+        self.pace.learn(len(decoding), read.batch.num_prompt_rows, read.seconds)
         if decoding and read.batch.decodes:
             rows = sum(1 + result.num_draft for result in decoding)
             context = sum(result.work.request.num_tokens for result in decoding)

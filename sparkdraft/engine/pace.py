@@ -1,9 +1,12 @@
-"""Limits the prompt tokens of a step while other requests wait for their next token.
+"""Limits the prompt tokens of a step while other requests wait for their next token, or might come to wait.
 
 The time of a step is kept under a target. It is estimated as the cost of the decode tokens, measured per batch size in
 steps without prompts, plus a measured time per prompt token. Where that cost is unknown, the prompt waits for one step;
 where it was measured many steps ago, for two. Where decode tokens alone take a large part of the target, steps may be
 longer: a prompt must not take much longer than it takes alone.
+
+Where nobody decodes, the next to come waits for the end of a step. On a CPU, where a step of the most tokens takes a
+second and the split of a prompt changes no bit of it, such steps are limited too.
 """
 
 from __future__ import annotations
@@ -15,22 +18,28 @@ MOST_OTHERS = 0.2  # largest share of a step's time for decode rows while a prom
 GROWTH = 2  # a chunk is at most twice the largest so far: the time per row of a much larger chunk is different
 MEMORY = 0.5  # weight of the earlier estimate when a new measurement comes
 LATE = 1.5  # a step that took more than 1.5 times the expected time counts as 1.5 times
+ALONE = 2.0  # targets that a step may take in which nobody decodes
+WORTH = 5.0  # and steps of one decode token: shorter ones would read the weights too often
 FRESH = 32  # steps with prompts after which the cost of decode rows is measured again
 
 
 class PromptPace:
-    def __init__(self, target: float, max_step_tokens: int) -> None:
-        """target: seconds per step while other requests decode. max_step_tokens: tokens per step at most."""
-        self.target, self.max_step_tokens = target, max_step_tokens
+    def __init__(self, target: float, max_step_tokens: int, limits_alone: bool = False) -> None:
+        """target: seconds per step while other requests decode. max_step_tokens: tokens per step at most.
+        limits_alone: whether steps in which nobody decodes are limited."""
+        self.target, self.max_step_tokens, self.limits_alone = target, max_step_tokens, limits_alone
         self._largest = max_step_tokens // FIRST_SHARE // GROWTH  # the largest chunk so far
         self._decode_seconds: dict[int, float] = {}  # time of a step without prompts, per size of the batch
         self._age: dict[int, int] = {}  # steps with prompts since that measurement
         self._again: dict[int, float] = {}  # the first of two new measurements, while the old one is out of date
         self._row_seconds = 0.0  # seconds per prompt row, on top of the decode rows; 0 before the first measurement
+        self._row_alone = 0.0  # and where nobody decodes
 
     def most_rows(self, num_decoding: int) -> int:
         """Prompt tokens of a step in which this many requests decode; 0 if the cost of decoding must be measured
         first."""
+        if not num_decoding:
+            return self._most_alone()
         decode = self._decode_seconds.get(_size(num_decoding))
         if decode is None or self._age[_size(num_decoding)] >= FRESH:
             return 0
@@ -40,10 +49,21 @@ class PromptPace:
             most = min(most, int((step - decode) / self._row_seconds))
         return min(max(most, LEAST_ROWS), self.max_step_tokens)
 
+    def _most_alone(self) -> int:
+        """A power of two, so that the same prompt is split the same way each time, nearly always."""
+        if not self.limits_alone or not self._row_alone:
+            return self.max_step_tokens
+        most = max(ALONE * self.target, WORTH * self._decode_seconds.get(_size(1), 0.0)) / self._row_alone
+        return min(max(1 << int(most).bit_length() - 1, LEAST_ROWS), self.max_step_tokens)
+
     def learn(self, num_decoding: int, prompt_rows: int, seconds: float) -> None:
         """The time of a step in which this many requests decoded beside these prompt tokens; 0 seconds: not known."""
         size = _size(num_decoding)
         if not seconds:
+            return
+        if not num_decoding:
+            if prompt_rows >= LEAST_ROWS:
+                self._row_alone = _mixed(self._row_alone, seconds / prompt_rows)
             return
         if not prompt_rows:
             self._learn_decode(size, seconds)

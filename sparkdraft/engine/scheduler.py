@@ -151,7 +151,7 @@ class Scheduler:
 
     def _rows_of_a_step(self) -> RowsLeft:
         num_decoding = len(self.decoding())
-        if self.pace is None or not num_decoding or not (self.waiting or num_decoding < len(self.running)):
+        if self.pace is None or not (self.waiting or num_decoding < len(self.running)):
             return RowsLeft(self.max_step_tokens, self.max_step_tokens)
         return RowsLeft(self.max_step_tokens, self.pace.most_rows(num_decoding))
 

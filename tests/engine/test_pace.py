@@ -138,3 +138,17 @@ def test_one_late_step_does_not_make_the_next_steps_longer() -> None:
     assert pace.most_rows(8) == 0, "one measurement is not believed"
     pace.learn(8, 0, 0.018)
     assert pace._decode_seconds == usual and 0.018 + pace.most_rows(8) * 0.003 <= 0.2
+
+
+@pytest.mark.parametrize(("row", "most"), [(0.0005, 512), (0.0019, 128), (0.004, 64), (0.02, LEAST_ROWS)])
+def test_where_nobody_decodes_the_next_to_come_waits_little_longer_than_for_a_step_with_others(
+    row: float, most: int
+) -> None:
+    free, limited = PromptPace(0.2, 512), PromptPace(0.2, 512, limits_alone=True)
+    for pace in (free, limited):
+        assert pace.most_rows(0) == 512, "nothing is known yet"
+        pace.learn(0, 512, 512 * row)
+    assert free.most_rows(0) == 512 and limited.most_rows(0) == most
+    limited.learn(1, 0, 0.2)
+    assert limited.most_rows(0) >= 2 * most or most == 512, "where reading the weights takes long, steps are longer"
+    assert limited.most_rows(4) == 0, "what decoding costs beside others is measured as before"
