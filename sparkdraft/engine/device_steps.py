@@ -450,7 +450,7 @@ class DeviceSteps:
         slots_of_ends = [slots[work.request] for work in ends]
         if captured and ends:
             spare = self._most_prompts - len(ends)
-            padded = rows_of_ends + rows_of_ends[-1:] * spare, slots_of_ends + [self.slots.spare] * spare
+            padded = rows_of_ends + rows_of_ends[:1] * spare, slots_of_ends + [self.slots.spare] * spare
             self._ends.copy_(self._staged(padded, torch.int64), non_blocking=True)
             index = self._ends[:, : len(ends)]
         else:

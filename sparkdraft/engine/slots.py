@@ -136,7 +136,7 @@ class Slots:
         self.floats = torch.zeros(3, num_slots + 1, device=device)
         self.integers = integers(2, num_slots + 1, dtype=torch.int64)
         # The ids of each slot, from position 0 on, if requests draft from them.
-        self.text = integers(num_slots + 1, plan.max_model_len) if reads_text else None
+        self.text = integers(num_slots, plan.max_model_len) if reads_text else None
         self._matched: Tensor | None = None  # int32 [seqs]: the match that a slot's drafts follow; 0: the drafter's
         self._unused = integers(num_slots, 1)  # takes a draft where nothing is drafted
         aux_shape = runner.aux_hidden.shape[1:]
@@ -215,6 +215,8 @@ class Slots:
             return Sampled(None, None)
         samples, scores = self._sample(kind, ran, chunks, asked)
         firsts, samples = samples[:num_ends], samples[num_ends:]
+        if chunks and num_ends > 1:  # what ends in the spare slot is the first end again
+            firsts = firsts.where(chunks.slot != self.spare, firsts[:1])
         result = kept_slots = None
         if ran.rows:
             result, kept_slots = self._accept(kind, ran, samples)
@@ -425,7 +427,8 @@ class Slots:
         stop = chunks.positions[chunks.ends] + 1
         self.token[chunks.slot], self.length[chunks.slot], self.observed[chunks.slot] = firsts, stop + 1, stop
         if self.text is not None:
-            self.text[chunks.slot, stop.clamp(max=self.text.shape[1] - 1).long()] = firsts
+            slot = chunks.slot.where(chunks.slot != self.spare, chunks.slot[:1])
+            self.text[slot, stop.clamp(max=self.text.shape[1] - 1).long()] = firsts
         if self.chain:
             assert ran.aux_hidden is not None
             self.hidden[chunks.slot] = ran.aux_hidden[chunks.ends]
