@@ -149,6 +149,7 @@ class DeviceSteps:
         ]
         self._steps.record(kinds)
         self.measure(self._steps, [kind for kind in kinds if not kind.draws])
+        self._ends[1] = self.slots.spare  # a run before the capture fills no other
         self._prompts.record([PromptKind(n, rows) for n in self._beside for rows in PROMPT_ROWS if n + rows <= most])
 
     def measure(self, steps: Graphs[StepKind], kinds: list[StepKind]) -> None:

@@ -140,7 +140,7 @@ class Drafting:
             depths |= zip(free, chosen, strict=True)
         limited = {r: self._limited(r, depth) for r, depth in depths.items() if depth}
         found = {r: depth for r, depth in limited.items() if depth > 0}
-        self._quiet = set() if found or self.matches_itself else set(requests)
+        self._quiet = set() if found or not free or self.matches_itself else set(requests)
         return found
 
     def _are_quiet(self, requests: list[Request]) -> bool:
@@ -221,7 +221,7 @@ class Drafting:
 
     def saved(self, num: int, tokens: int, fewer: int) -> float:
         """The seconds that a step of so many requests saves if it runs fewer tokens."""
-        if not self.budget:
+        if not self.budget or not self.budget.costs.buckets:
             return 0.0
         verify = self.budget.costs.at(bucket_of(num, 0)).verify
         return float(verify.at(tokens) - verify.at(fewer))
@@ -346,7 +346,10 @@ class Drafting:
         self._num_plain += 1
         num, longest = len(contexts), max(contexts)
         bucket = bucket_of(num, longest)
-        if self._num_plain % PLAIN_SAMPLE == 0 or bucket != self._plain_known:
+        asked = self.budget is not None and self.budget.wants_plain
+        if self.budget:
+            self.budget.wants_plain = False
+        if asked or self._num_plain % PLAIN_SAMPLE == 0 or bucket != self._plain_known:
             if self.budget and self.budget.costs.knows_plain(bucket):
                 self._plain_known = bucket
             return True

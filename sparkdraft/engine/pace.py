@@ -6,7 +6,7 @@ where it was measured many steps ago, for two. Where decode tokens alone take a 
 longer: a prompt must not take much longer than it takes alone.
 
 Where nobody decodes, the next to come waits for the end of a step. On a CPU, where a step of the most tokens takes a
-second and the split of a prompt changes no bit of it, such steps are limited too.
+second and the split of a prompt changes no bit of it (with native kernels), such steps are limited too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PromptPace:
         self._age: dict[int, int] = {}  # steps with prompts since that measurement
         self._again: dict[int, float] = {}  # the first of two new measurements, while the old one is out of date
         self._row_seconds = 0.0  # seconds per prompt row, on top of the decode rows; 0 before the first measurement
-        self._row_alone = 0.0  # and where nobody decodes
+        self._row_alone = 0.0  # and where nobody decodes, on top of reading the weights
 
     def most_rows(self, num_decoding: int) -> int:
         """Prompt tokens of a step in which this many requests decode; 0 if the cost of decoding must be measured
@@ -53,8 +53,9 @@ class PromptPace:
         """A power of two, so that the same prompt is split the same way each time, nearly always."""
         if not self.limits_alone or not self._row_alone:
             return self.max_step_tokens
-        most = max(ALONE * self.target, WORTH * self._decode_seconds.get(_size(1), 0.0)) / self._row_alone
-        return min(max(1 << int(most).bit_length() - 1, LEAST_ROWS), self.max_step_tokens)
+        weights = self._decode_seconds.get(_size(1), 0.0)
+        most = int((max(ALONE * self.target, WORTH * weights) - weights) / self._row_alone)
+        return min(max(1 << max(most, 1).bit_length() - 1, LEAST_ROWS), self.max_step_tokens)
 
     def learn(self, num_decoding: int, prompt_rows: int, seconds: float) -> None:
         """The time of a step in which this many requests decoded beside these prompt tokens; 0 seconds: not known."""
@@ -63,7 +64,8 @@ class PromptPace:
             return
         if not num_decoding:
             if prompt_rows >= LEAST_ROWS:
-                self._row_alone = _mixed(self._row_alone, seconds / prompt_rows)
+                rows = max(seconds - self._decode_seconds.get(_size(1), 0.0), 0.1 * seconds)
+                self._row_alone = _mixed(self._row_alone, rows / prompt_rows)
             return
         if not prompt_rows:
             self._learn_decode(size, seconds)

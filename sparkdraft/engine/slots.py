@@ -130,7 +130,7 @@ class Slots:
         # edit_slots: of each slot, in the tables of 'edits'; -1: none
         self.state = integers(5, num_slots + 1)
         self.token, self.length, self.observed, self.most, self.edit_slots = self.state
-        self.edit_slots[self.spare] = -1
+        self.edit_slots.fill_(-1)
         self.tables = integers(num_slots, max_blocks)
         # The sampling parameters of each slot, as in ops.Draws: temperature, min_p, top_p; top_k, seed.
         self.floats = torch.zeros(3, num_slots + 1, device=device)

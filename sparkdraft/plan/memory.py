@@ -84,15 +84,15 @@ def rope_bytes(model: ModelConfig, context: int) -> int:
 def graph_bytes(
     kernels: str, model: ModelConfig, max_step_tokens: int, max_seqs: int, draft: DrafterCaps | None = None
 ) -> int:
-    """Bytes of graphs if each kind holds as much as it may: the target's steps, on a GPU also overlapped steps, and a
-    drafter's passes that propose and that observe.
+    """Bytes of graphs if each kind holds as much as it may: the target's steps, and a drafter's passes that propose and
+    that observe; on a GPU whole steps, the first halves of steps with and without prompts, and what a drafter observes.
 
     Native compiled steps have memory of their own: the largest of each kind is counted with all that its layers write,
     none of which is used again within a step. A GPU's graphs share a step's scratch.
     """
     limits = GRAPHS[kernels]
     if kernels != "native":
-        return (2 + 2 * (draft is not None)) * limits.room
+        return (3 + (draft is not None)) * limits.room
     sizes, rows = model_sizes(model), min(max_seqs * (1 + (draft.max_depth if draft else 0)), max_step_tokens)
     widths = [2 * sizes.hidden + layer.projected + layer.mixed + layer.mlp for layer in sizes.layers]
     numbers, layers = sum(widths) + model.vocab_size, len(widths)

@@ -107,8 +107,9 @@ class Budget:
         self._chosen_for: tuple[Bucket, int] | None = None
         self._until = 0
         self._weighed, self._news = 0, False  # the step of the last choice that weighed all depths; learnt since
-        self._may_pay: dict[tuple[Bucket, int], tuple[bool, int]] = {}  # answers of `could_pay`, and until which step
+        self._may_pay: dict[tuple[Bucket, int], tuple[bool, int]] = {}  # answers of `could_pay`, and for how many more
         self._plain_at: dict[Bucket, int] = {}  # the last step without drafts
+        self.wants_plain = False  # whether the next plain step should be timed
         self._guessed = -1  # the step that drafted for requests of a kind of which little is known
         self._told: list[Told] = []  # steps that are not learnt yet
         self._judged = False  # whether a block is being verified
@@ -150,7 +151,11 @@ class Budget:
                 return list(self._chosen.values())
             new = list(set(slots) - self._chosen.keys())
             if hardly_any(len(new), len(slots)) and self._by_model[self.survival.kind(np.array(new, int))].all():
-                return [self._chosen.get(slot, 0) for slot in slots]  # copied drafts cost no pass: they begin at once
+                usual = sorted(self._chosen.values())[len(self._chosen) // 2]
+                return [
+                    self._chosen.get(slot, usual) for slot in slots
+                ]  # copied drafts cost no pass: they begin at once
+        self._until = 0
         if self.costs.buckets and not extra and not self.costs.knows_plain(bucket):
             return [0] * len(slots)
         self._learn()
@@ -171,8 +176,8 @@ class Budget:
         plain_at = self._plain_at.setdefault(bucket, self.clock)
         if not depths.any():
             self._plain_at[bucket] = self.clock
-        elif self.clock - plain_at >= STALE:
-            self._plain_at[bucket], self._until = self.clock, 0
+        elif self.clock - plain_at >= STALE and not extra:
+            self._plain_at[bucket], self._until, self.wants_plain = self.clock, 0, True
             return [0] * len(slots)
         if depths.any():
             self._guessed = self.clock if guesses else -1
@@ -185,12 +190,12 @@ class Budget:
 
     def could_pay(self, num: int, context: int, extra: int = 0) -> bool:
         """Whether any text would gain by drafts in such a batch; where tokens are dear, even certain drafts lose. An
-        answer holds for a while."""
+        answer is given a few times."""
         bucket = bucket_of(num, context)
-        pays, until = self._may_pay.get((bucket, extra), (False, -1))
-        if self.clock >= until:
-            pays = self._could_pay(bucket, num, extra)
-            self._may_pay[bucket, extra] = pays, self.clock + (REST if self.costs.knows_plain(bucket) else WAIT)
+        pays, more = self._may_pay.get((bucket, extra), (False, 0))
+        if not more:
+            pays, more = self._could_pay(bucket, num, extra), REST if self.costs.knows_plain(bucket) else WAIT
+        self._may_pay[bucket, extra] = pays, more - 1
         return pays
 
     def _could_pay(self, bucket: Bucket, num: int, extra: int) -> bool:

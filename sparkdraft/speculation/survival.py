@@ -105,7 +105,8 @@ class Survival:
         self._usual.trust[:] = GUESS
         self._own = self._state(0)
         self._free: list[int] = []
-        self._num_open, self._num_closed = np.zeros((2, len(kinds)), np.int64)  # requests by kind
+        # By kind, the requests that have drafted: those that still run, and those that have ended.
+        self._num_open, self._num_closed = np.zeros((2, len(kinds)), np.int64)
 
     def open(self, kind: int) -> int:
         """A slot for a request."""
@@ -117,21 +118,21 @@ class Survival:
         for mine, fresh in zip(self._own, self._state(1), strict=True):
             mine[slot] = fresh[0]
         self._own.kind[slot], self._own.usual[slot] = kind, self.prior[kind]
-        self._own.before[slot] = self._num_closed[kind]
-        self._num_open[kind] += 1
         return slot
 
     def close(self, slot: int) -> None:
         """Forgets a request. What others of its kind have shown fades by what it has added, as far as they are older:
         those that ran beside it are not."""
         kind = self._own.kind[slot]
+        self._free.append(slot)
+        if not self._own.counts[slot, 1, 0]:
+            return
         beside = self._num_open[kind] + self._num_closed[kind] - self._own.before[slot]
         left = RECENT ** (min(self._own.counts[slot, 1, 0], LONG) / LONG / beside)
         self._num_open[kind] -= 1
         self._num_closed[kind] += 1
         self._usual.counts[kind] *= left
         self._usual.trust[kind] = max(self._usual.trust[kind] * left, 1.0)
-        self._free.append(slot)
 
     # ---- what is expected
 
@@ -211,6 +212,9 @@ class Survival:
             self._learn_gaps(slots, kinds, gaps, right, told)
         before = own.counts[slots]
         own.counts[slots] = MEMORY ** len(drafted) * before + (memory[..., None, None] * counts).sum(0)
+        for slot in slots[(before[:, 1, 0] == 0) & (own.counts[slots, 1, 0] > 0)]:  # its first drafts
+            own.before[slot] = self._num_closed[own.kind[slot]]
+            self._num_open[own.kind[slot]] += 1
         share = LONG / np.maximum(before[:, 1:, :1], LONG)
         for kind in set(kinds.tolist()):
             usual = self._usual.counts[kind]
@@ -274,7 +278,7 @@ class State(NamedTuple):
     """What requests have shown, by slot."""
 
     kind: Ints
-    before: Ints  # requests of its kind that had ended when it began
+    before: Ints  # requests of its kind that had ended when it drafted first
     counts: Floats  # [slots, 2, depth]: decayed counts of drafts accepted, and of those that were compared at all
     trust: Floats
     surprise: Floats  # [slots, 2]: decayed sum of accepted minus expected, and its variance

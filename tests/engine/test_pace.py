@@ -148,7 +148,12 @@ def test_where_nobody_decodes_the_next_to_come_waits_little_longer_than_for_a_st
     for pace in (free, limited):
         assert pace.most_rows(0) == 512, "nothing is known yet"
         pace.learn(0, 512, 512 * row)
+    slow = PromptPace(0.2, 512, limits_alone=True)
+    slow.learn(0, 16, 70.0)
+    assert slow.most_rows(0) == LEAST_ROWS, "however long a row took"
     assert free.most_rows(0) == 512 and limited.most_rows(0) == most
     limited.learn(1, 0, 0.2)
     assert limited.most_rows(0) >= 2 * most or most == 512, "where reading the weights takes long, steps are longer"
+    limited.learn(0, 16, 70.0)
+    assert limited.most_rows(0) >= LEAST_ROWS
     assert limited.most_rows(4) == 0, "what decoding costs beside others is measured as before"
