@@ -149,12 +149,10 @@ class Budget:
         if self.clock < self._until and self._chosen_for == (bucket, extra):
             if list(self._chosen) == list(slots):
                 return list(self._chosen.values())
-            new = list(set(slots) - self._chosen.keys())
+            new = list(set(slots) - self._chosen.keys())  # copied drafts, which cost no pass, begin at once
             if hardly_any(len(new), len(slots)) and self._by_model[self.survival.kind(np.array(new, int))].all():
                 usual = sorted(self._chosen.values())[len(self._chosen) // 2]
-                return [
-                    self._chosen.get(slot, usual) for slot in slots
-                ]  # copied drafts cost no pass: they begin at once
+                return [self._chosen.get(slot, usual) for slot in slots]
         self._until = 0
         if self.costs.buckets and not extra and not self.costs.knows_plain(bucket):
             return [0] * len(slots)
@@ -181,8 +179,8 @@ class Budget:
             return [0] * len(slots)
         if depths.any():
             self._guessed = self.clock if guesses else -1
-            tried = sorted(self.survival.tried(mine[depths > 0]))
-            idle = min(idle, LOOK, int(tried[len(tried) // NEW]) // LOOK)  # hardly any is newer than that
+            tried = sorted(self.survival.tried(mine[depths > 0]))  # of many there is always one that has just begun
+            idle = min(idle, LOOK, int(tried[len(tried) // 2 if len(tried) > NEW else 0]) // LOOK)
         chosen = depths.tolist()
         self._chosen, self._chosen_for = dict(zip(slots, chosen, strict=True)), (bucket, extra)
         self._until = self.clock + max(idle, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 from statistics import mean, median
 
 import numpy as np
@@ -363,3 +363,52 @@ def test_in_steps_of_few_sizes_each_request_drafts_as_deep_as_its_text_is_worth(
     assert chosen[16] == [15, *[0] * 12, 2, 2, 2], "what was accepted, and no more"
     assert all(mine >= beside for mine, beside in zip(chosen[64], chosen[16], strict=True))
     assert sum(chosen[64]) > 30, "the room of 64 tokens is used"
+
+
+# ---- a choice that holds
+
+
+def test_a_choice_holds_for_many_while_few_join_and_leave() -> None:
+    machine = MACHINES["8b"]
+    made = budget(machine, [1, 32])
+    slots = [made.open(0) for _ in range(32)]
+    run(made, machine, [lambda _: flat(0.9)] * 32, tokens=100, opened=slots)
+    weighed = []
+    best = made._best
+    made._best = lambda *args: (weighed.append(made.clock), best(*args))[1]  # type: ignore[method-assign]
+    begin = made.clock
+    for _ in range(40):
+        made.close(slots.pop(0))
+        slots.append(made.open(0))
+        depths = made.choose(slots, 100)
+        assert depths[-1] > 0, "who joins drafts as the others do"
+        made.record(slots, depths, depths)
+    assert len(weighed) <= (made.clock - begin) / 2
+    made.close(slots[0])
+    assert made.choose([made.open(0)], 100)[0] > 0 and weighed[-1] == made.clock, "one alone is chosen for at once"
+
+
+def test_after_a_long_hold_an_unknown_kind_of_batch_is_looked_at_again_at_once() -> None:
+    machine = MACHINES["cpu"]
+    made = budget(machine, [1])
+    slot = made.open(0)
+    run(made, machine, [lambda _: flat(0.0)], tokens=300, opened=[slot])
+    while made._until - made.clock < 20:
+        made.record([slot], made.choose([slot], 100), [0])
+    made.close(slot)
+    assert made.choose([made.open(0)], 50_000) == [0] and not made.holds(), "plain steps there are not known"
+
+
+def test_a_plain_step_is_asked_for_where_all_draft() -> None:
+    machine = MACHINES["embedded"]
+    made = budget(machine, [1, 4])
+    slots = [made.open(0) for _ in range(4)]
+    plain = [made.clock for _ in range(600) if one_step(made, slots, 0.9) == [0] * 4][2:]
+    assert plain and all(120 <= b - a <= 260 for a, b in pairwise(plain)), plain
+
+
+def one_step(made: Budget, slots: list[int], chance: float) -> list[int]:
+    depths = made.choose(slots, 100)
+    rng = random.Random(made.clock)
+    made.record(slots, depths, [accept(rng, flat(chance), depth) for depth in depths])
+    return depths

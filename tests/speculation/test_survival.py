@@ -146,3 +146,28 @@ def test_text_that_changes_is_forgotten() -> None:
         made.chances(slot)
         learn(made, int(slot[0]), 3, 0)
     assert made.tried(slot)[0] < before / 2 and made.chances(slot)[0, 0] < 0.4
+
+
+@pytest.mark.parametrize("beside", [0, 63])
+def test_open_requests_that_never_draft_keep_nobody_from_forgetting(beside: int) -> None:
+    made = survival()
+    for _ in range(beside):
+        made.open(0)
+    for accepted, number in ((3, 8), (0, 4)):
+        for _ in range(number):
+            slot = made.open(0)
+            for _ in range(10):
+                learn(made, slot, 3, accepted)
+            made.close(slot)
+    assert made.chances(np.array([made.open(0)]))[0, 0] < 0.45
+
+
+def test_requests_that_end_together_do_not_make_each_other_forgotten() -> None:
+    made = survival()
+    slots = [made.open(0) for _ in range(16)]
+    for _ in range(10):
+        for slot in slots:
+            learn(made, slot, 3, 0)
+    for slot in slots:
+        made.close(slot)
+    assert made.chances(np.array([made.open(0)]))[0, 0] < 0.1
