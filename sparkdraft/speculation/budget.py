@@ -109,7 +109,7 @@ class Budget:
         self._weighed, self._news = 0, False  # the step of the last choice that weighed all depths; learnt since
         self._may_pay: dict[tuple[Bucket, int], tuple[bool, int]] = {}  # answers of `could_pay`, and for how many more
         self._plain_at: dict[Bucket, int] = {}  # the last step without drafts
-        self.wants_plain = False  # whether the next plain step should be timed
+        self.wants_plain = False  # whether the next plain step that is read should be timed
         self._guessed = -1  # the step that drafted for requests of a kind of which little is known
         self._told: list[Told] = []  # steps that are not learnt yet
         self._judged = False  # whether a block is being verified
@@ -146,13 +146,8 @@ class Budget:
         num = len(slots) + others
         bucket = bucket_of(num, context)
         self._pass()
-        if self.clock < self._until and self._chosen_for == (bucket, extra):
-            if list(self._chosen) == list(slots):
-                return list(self._chosen.values())
-            new = list(set(slots) - self._chosen.keys())  # copied drafts, which cost no pass, begin at once
-            if hardly_any(len(new), len(slots)) and self._by_model[self.survival.kind(np.array(new, int))].all():
-                usual = sorted(self._chosen.values())[len(self._chosen) // 2]
-                return [self._chosen.get(slot, usual) for slot in slots]
+        if self.clock < self._until and self._chosen_for == (bucket, extra) and (held := self._held(slots)):
+            return held
         self._until = 0
         if self.costs.buckets and not extra and not self.costs.knows_plain(bucket):
             return [0] * len(slots)
@@ -171,20 +166,35 @@ class Budget:
             self._weighed, self._news = self.clock, False
         self._pause(mine, depths, batch)
         idle = self._add_probes(mine, depths, batch) if pays else WAIT
-        plain_at = self._plain_at.setdefault(bucket, self.clock)
-        if not depths.any():
-            self._plain_at[bucket] = self.clock
-        elif self.clock - plain_at >= STALE and not extra:
-            self._plain_at[bucket], self._until, self.wants_plain = self.clock, 0, True
+        drafts = mine[depths > 0]
+        if not extra and self._is_stale(bucket, drafts):
             return [0] * len(slots)
-        if depths.any():
+        if len(drafts):
             self._guessed = self.clock if guesses else -1
-            tried = sorted(self.survival.tried(mine[depths > 0]))  # of many there is always one that has just begun
+            tried = sorted(self.survival.tried(drafts))  # of many there is always one that has just begun
             idle = min(idle, LOOK, int(tried[len(tried) // 2 if len(tried) > NEW else 0]) // LOOK)
         chosen = depths.tolist()
         self._chosen, self._chosen_for = dict(zip(slots, chosen, strict=True)), (bucket, extra)
         self._until = self.clock + max(idle, 1)
         return chosen
+
+    def _held(self, slots: Sequence[int]) -> list[int]:
+        """The last choice, where hardly any request is new: it drafts as deep as most. Empty: it does not hold."""
+        if list(self._chosen) == list(slots):
+            return list(self._chosen.values())
+        new = list(set(slots) - self._chosen.keys())
+        if not hardly_any(len(new), len(slots)) or not self._by_model[self.survival.kind(np.array(new, int))].all():
+            return []  # copied drafts cost no pass, so they begin at once
+        usual = sorted(self._chosen.values())[len(self._chosen) // 2]
+        return [self._chosen.get(slot, usual) for slot in slots]
+
+    def _is_stale(self, bucket: Bucket, drafts: Ints) -> bool:
+        """Whether no step was plain for so long that what one costs should be found out by this one."""
+        stale = len(drafts) > 0 and self.clock - self._plain_at.setdefault(bucket, self.clock) >= STALE
+        self.wants_plain |= stale  # until it is read, which a GPU's is some steps later
+        if stale or not len(drafts):
+            self._plain_at[bucket] = self.clock
+        return stale
 
     def could_pay(self, num: int, context: int, extra: int = 0) -> bool:
         """Whether any text would gain by drafts in such a batch; where tokens are dear, even certain drafts lose. An
