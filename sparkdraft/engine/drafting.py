@@ -140,7 +140,9 @@ class Drafting:
             depths |= zip(free, chosen, strict=True)
         limited = {r: self._limited(r, depth) for r, depth in depths.items() if depth}
         found = {r: depth for r, depth in limited.items() if depth > 0}
-        self._quiet = set() if found or not free or self.matches_itself else set(requests)
+        self._quiet.clear()
+        if free and not found and not self.matches_itself:
+            self._quiet.update(r for r in requests if r in free or self._asked(r) == 0)
         return found
 
     def _are_quiet(self, requests: list[Request]) -> bool:
