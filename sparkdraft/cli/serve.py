@@ -29,6 +29,7 @@ from sparkdraft.operate.canary.findings import summary
 from sparkdraft.server.config import ServerConfig
 
 if TYPE_CHECKING:
+    from sparkdraft.server.engine_client import EngineClient, RestartPolicy
     from sparkdraft.server.service import Service
 
 HELP = "serve a model over HTTP: OpenAI's API and a chat page"
@@ -37,6 +38,7 @@ EXAMPLES = """examples:
   sparkdraft serve --model Qwen/Qwen3-8B --port 9000 --max-seqs 16
   sparkdraft serve --host 0.0.0.0 --api-key "$KEY"
   sparkdraft serve --config server.toml --spec off
+  sparkdraft serve --shape qwen3-8b                            (random weights, to measure with `bench serve`)
   sparkdraft serve --engine vllm --model Qwen/Qwen3.5-27B      (the same flags, served by an installed vLLM)
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
@@ -55,12 +57,24 @@ def configure(parser: ArgumentParser) -> None:
         "--engine", default="own", choices=ENGINES, help="own, or vllm where it is installed (default own)"
     )
     add_serve_flags(parser)
+    group = parser.add_argument_group("measuring without a download")
+    group.add_argument("--shape", default="", help="serve random weights of a named shape, such as qwen3-8b")
+    group.add_argument(
+        "--drafter-shape", default="", help="with --shape, a drafter with random weights: dflash-5x, mtp"
+    )
     add_vllm_flags(parser)
 
 
 def run(args: Namespace) -> int:
     """Serve until a signal."""
     end_at_signals()
+    if args.shape:
+        if args.engine == "vllm":
+            raise UserError("--shape is for our own engine; leave it out, or leave out --engine vllm")
+        args.model, args.canary = args.shape, False  # all its answers are wrong
+        say("note: the weights are random, and so is the text")
+    elif args.drafter_shape:
+        raise UserError("--drafter-shape goes with --shape: a model with real weights drafts with --drafter")
     config = read_config(args)
     if args.engine == "vllm":
         return _serve_vllm(config, args)
@@ -69,7 +83,8 @@ def run(args: Namespace) -> int:
     for text in container_notes(os.environ):
         say(f"note: {text}")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    asyncio.run(_serve(config))
+    client = _random_client(config, args.drafter_shape) if args.shape else _client(config)
+    asyncio.run(_serve(config, client))
     return 0
 
 
@@ -119,12 +134,35 @@ def end_at_signals() -> None:
         signal.signal(sig, end)
 
 
-async def _serve(config: ServerConfig) -> None:
+def _client(config: ServerConfig) -> EngineClient:
+    from sparkdraft.server.engine_client import EngineClient
     from sparkdraft.weights.checkpoint import check_name
 
     check_name(config.engine.model)  # before an address is printed at which nothing would ever answer
+    canary = config.tool_parser if config.canary else None
+    return EngineClient(config.engine, _restart(config), canary=canary)
+
+
+def _random_client(config: ServerConfig, drafter: str) -> EngineClient:
+    """The client of an engine with random weights."""
+    from sparkdraft.cli.random_engine import COMMAND, DRAFTER
+    from sparkdraft.operate.bench.shapes import drafter_shape, shape
+    from sparkdraft.server.engine_client import EngineClient
+
+    model = shape(config.engine.model)
+    if drafter:
+        drafter_shape(drafter, model)
+    return EngineClient(config.engine.chosen() | {DRAFTER: drafter}, _restart(config), COMMAND)
+
+
+def _restart(config: ServerConfig) -> RestartPolicy:
+    from sparkdraft.server.engine_client import RestartPolicy
+
+    return RestartPolicy(hang=config.hang_seconds, step=config.step_seconds)
+
+
+async def _serve(config: ServerConfig, client: EngineClient) -> None:
     from sparkdraft.server.app import create_app
-    from sparkdraft.server.engine_client import EngineClient, RestartPolicy
     from sparkdraft.server.run import Server, address_of, listen
 
     listener = listen(config)
@@ -134,9 +172,7 @@ async def _serve(config: ServerConfig) -> None:
     say(f"  chat  {address}/")
     if not (config.is_local or config.api_key):
         say("  note: other machines can reach this, and there is no key")
-    restart = RestartPolicy(hang=config.hang_seconds, step=config.step_seconds)
-    app = create_app(config, EngineClient(config.engine, restart, canary=config.tool_parser if config.canary else None))
-    await Server(app, config).run_on(listener, narrate)
+    await Server(create_app(config, client), config).run_on(listener, narrate)
 
 
 async def narrate(service: Service) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ from sparkdraft.engine.build import held_units
 from sparkdraft.engine.coding_errors import MOST_CHARS, coding_errors
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts
-from sparkdraft.engine.load import Loaded, load
+from sparkdraft.engine.load import Loaded, Opened, load_opened, open_model
 from sparkdraft.engine.machine import gpu_facts
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.grammar import Grammar
@@ -32,16 +32,20 @@ STEPS = 4  # per trial: the prompt, a shape's first run, its capture, and one to
 
 def load_backend(options: dict[str, Any], report: Report) -> EngineBackend:
     """Loads the model that the options name and warms it up."""
-    config = EngineConfig.of(**options)
+    return prepare(open_model(EngineConfig.of(**options)), report)
+
+
+def prepare(opened: Opened, report: Report) -> EngineBackend:
+    """Loads a checkpoint that has been opened and warms it up."""
 
     def weights(done: int, total: int) -> None:
         report("weights", done, total)
         if done >= total:
             report("warm-up", 0, 0)
 
-    loaded = load(config, weights)
+    loaded = load_opened(opened, weights)
     warm_up(loaded.engine, lambda done, total: report("warm-up", done, total))
-    return EngineBackend(loaded, config.model)
+    return EngineBackend(loaded, opened.config.model)
 
 
 class EngineBackend:

@@ -38,6 +38,7 @@ from sparkdraft.operate.bench.check_speed.sides import whole_requests
 from sparkdraft.operate.bench.long_prompt import Beside, Gaps, LongPrompt, summary
 from sparkdraft.operate.bench.offline import Load, throughput
 from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, in_turn, joined
+from sparkdraft.operate.bench.traffic import Lengths
 from sparkdraft.operate.forecast import rates
 from tests.models.tiny import write_tiny
 
@@ -242,6 +243,15 @@ def test_the_lines_of_a_gpu_run_on_a_toy(toy: cuda.Setup) -> None:
     assert found.keys() == names and all(each.ratio > 0 for each in found.values())
     names = frozenset({"floor-32000-tokens", "turboquant-32000-tokens", "turboquant-prompt"})
     assert cuda.long_contexts(toy, names, ignore).keys() == names
+
+
+@pytest.mark.slow
+def test_a_served_shape_is_measured_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SERVED", {2: 4}), ("SERVED_PROMPT", Lengths(8, 16)), ("SERVED_OUTPUT", Lengths(4, 8))):
+        monkeypatch.setattr(cuda, name, value)
+    names = frozenset({"server-2-streams", "server-first-token-2-streams"})
+    found = cuda.server(cuda.Setup("cpu", "float32", "tiny"), names, ignore)
+    assert found.keys() == names and all(each.ratio > 0 for each in found.values())
 
 
 def test_the_embedded_model_is_not_fetched_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from sparkdraft.config import EngineConfig
@@ -15,12 +18,13 @@ from sparkdraft.drafters.base import DraftConfig
 from sparkdraft.drafters.find import DraftSource
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.load import stored_of
+from sparkdraft.engine.load import Opened, stored_of
 from sparkdraft.engine.machine import detect, plan_here
+from sparkdraft.engine.profile import Subject
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.tensors import file_tensor_shapes, tensor_shapes
 from sparkdraft.operate.bench.shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape, targets
-from sparkdraft.plan.weight_formats import drafter_at_load
+from sparkdraft.text.tokenizer import BYTE_OF
 from sparkdraft.util.names import spelled
 from sparkdraft.weights.loader import Progress
 from sparkdraft.weights.plane_layout import EMBEDDINGS, StoredBytes, StoredMatrix, count_stored
@@ -31,6 +35,7 @@ from sparkdraft.weights.quant.stored import Coded, QuantisedExperts, Stored
 __all__ = ["DRAFTER_FILES", "SHAPES", "TARGET_FILES", "drafter_shape", "shape"]  # beside what this file defines
 
 BYTES = ("_blocks", "_scales")  # ends of names of tensors that hold bytes
+CHAT = "{% for message in messages %}{{ message.content }}\n{% endfor %}"  # a template
 DEVIATION = 0.02  # of weights
 # Small embeddings drown in what attention adds, which is much the same for all tokens of a text: 16 would reach 12 of
 # 128 experts, 8 each, where tokens that choose independently reach 82.
@@ -42,15 +47,21 @@ def random_engine(
 ) -> Engine:
     """Return an engine of config.model's shape with random weights, and with a drafter if a shape is given. form:
     format of the matrices of the target's layers, except routers; "" as published."""
-    model, device = shape(config.model), detect(config).device
-    source = None
+    opened = open_random(config, draft, form)
+    model, weights = opened.model_config, opened.checkpoint
+    plan = plan_here(config, model, opened.caps, stored_of(config, weights, model, opened.caps))
+    return build_engine(plan, config, model, weights, SilentTokenizer(), opened.drafter, progress)
+
+
+def open_random(config: EngineConfig, draft: DraftConfig | None = None, form: str = "") -> Opened:
+    """Return what `random_engine` makes an engine of. It is warmed up and has text if engine/load.py loads it."""
+    model, found, source = shape(config.model), detect(config), None
     if draft:
-        source = DraftSource(draft, RandomCheckpoint(draft.tensor_shapes(), device))
+        source = DraftSource(draft, RandomCheckpoint(draft.tensor_shapes(), found.device))
         source = source.asked(config.drafter_weights, config.draft_vocab, model)
-    weights = random_checkpoint(config.model, device, form)
-    caps = drafter_at_load(source.caps, source.weights) if source else None
-    plan = plan_here(config, model, caps, stored_of(config, weights, model, caps))
-    return build_engine(plan, config, model, weights, SilentTokenizer(), source, progress)
+    weights = random_checkpoint(config.model, found.device, form)
+    subject = Subject.of(found, config.model, weights.config, weights.stored_bytes()[:2], "")
+    return Opened(config, weights, model, source, subject, [])
 
 
 def random_checkpoint(name: str, device: str, form: str = "") -> RandomCheckpoint:
@@ -61,6 +72,7 @@ class RandomCheckpoint:
     """A checkpoint whose tensors are drawn on the device as they are asked for."""
 
     path = Path("random weights")
+    chat_template: str | None = CHAT
 
     def __init__(self, model: ModelConfig | Mapping[str, Any], device: str, form: str = "") -> None:
         """model: specs of equal layers, a config.json, or the shapes of tensors by name. form: format of the layers'
@@ -71,6 +83,9 @@ class RandomCheckpoint:
             self._shapes = file_tensor_shapes(model) if "model_type" in model else dict(model)
         self._matrices = find_matrices(self.path, {name: _dtype(name) for name in self._shapes})
         self._device, self._form = device, form
+        self.config: dict[str, Any] = {}  # no key of it is needed beside the specs
+        self.generation: dict[str, Any] = {}
+        self.special: dict[str, Any] = {}
         self._generator = torch.Generator(device).manual_seed(0)
 
     def names(self) -> list[str]:
@@ -93,6 +108,15 @@ class RandomCheckpoint:
         """Tell if a tensor is a matrix of a layer, or the matrices of its experts."""
         others = ("mlp.gate.weight", "router.weight", "router.proj.weight", "bias")  # routers, and experts' biases
         return ".layers." in f".{name}" and len(self._matrix_shape(name)) > 1 and not name.endswith(others)
+
+    def tokenizer_json(self) -> RawTokenizer:
+        """Return a tokenizer whose ids beyond the bytes are words."""
+        vocab_size = next(size[0] for name, size in self._shapes.items() if name.endswith(EMBEDDINGS))
+        letters = dict(sorted(BYTE_OF.items(), key=itemgetter(1))[:vocab_size])
+        tokenizer = RawTokenizer(models.BPE(letters | {f"Ġ{i}": i for i in range(len(letters), vocab_size)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
 
     def _matrix_shape(self, name: str) -> tuple[int, ...]:
         if name not in self._matrices:

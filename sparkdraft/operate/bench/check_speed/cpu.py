@@ -9,26 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
-
-import httpx
 
 from sparkdraft.cache.formats import EXACT, smallest_format
 from sparkdraft.config import NO_PROFILE
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
 from sparkdraft.operate.bench.check_speed.check import Group, Names, for_streams
+from sparkdraft.operate.bench.check_speed.served import COMMAND, last_lines, serving
 from sparkdraft.operate.bench.check_speed.sides import PENALISED, SAMPLED, UNKNOWN, warm, whole_requests
 from sparkdraft.operate.bench.long_prompt import Beside, LongPrompt
 from sparkdraft.operate.bench.offline import Bench, Load, throughput
@@ -150,13 +145,10 @@ def long_prompt(wanted: Names, progress: Progress) -> dict[str, Sample]:
 
 # ---- fresh processes: `generate` as a user types it, and the server
 
-COMMAND = (sys.executable, "-m", "sparkdraft.cli.main")
 PROMPT_CLASSES = {"code": "code", "json": "json", "questions": "qa", "prose": "prose"}  # line -> class of prompts.jsonl
 FRESH_LEN = 128
 NUM_PROMPTS = {"code": 3, "json": 3, "questions": 6, "prose": 3}  # questions differ most: 0.95 to 1.15 of plain steps
 SERVER_ROUNDS, SERVER_REQUESTS, SERVER_LEN = 2, 8, 64
-READY_SECONDS, END_SECONDS, POLL = 300.0, 60.0, 0.2
-LAST_LINES = 5  # of the output of a process that failed
 
 
 def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
@@ -201,7 +193,7 @@ def _generate(prompt: str, spec: str) -> dict[str, Any]:
     keeping = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(command, capture_output=True, text=True, env=keeping)
     if done.returncode:
-        raise UserError(f"`sparkdraft generate` failed with status {done.returncode}: {_last_lines(done.stderr)}")
+        raise UserError(f"`sparkdraft generate` failed with status {done.returncode}: {last_lines(done.stderr)}")
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
 
@@ -216,7 +208,7 @@ def server(wanted: Names, progress: Progress) -> dict[str, Sample]:
     messages: list[Messages] = [[{"role": "user", "content": text}] for text in texts]
     counts = [streams for streams in (1, 4) if for_streams("server", streams) in wanted]
     samples = {}
-    with serving() as url:
+    with serving("--device", "cpu") as url:
         for done, streams in enumerate(counts):
             offline, online = partial(_offline, llm, texts, streams), partial(_online, url, messages, streams)
             offline(), online()  # afterwards both have the prompts in their prefix cache
@@ -242,50 +234,6 @@ def _online(url: str, messages: list[Messages], streams: int) -> Metrics:
             return {"tok_s": sum(sample.tokens for sample in load.samples) / load.seconds}
 
     return asyncio.run(measure())
-
-
-@contextmanager
-def serving() -> Iterator[str]:
-    """Run `sparkdraft serve` in its own process and yield its address once it is ready."""
-    port = _free_port()
-    url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [*COMMAND, "serve", "--device", "cpu", "--no-profile", "--port", str(port)], stdout=said, stderr=said
-        )
-        try:
-            if not _ready(url, process):
-                said.seek(0)
-                raise UserError(f"`sparkdraft serve` did not become ready: {_last_lines(said.read().decode())}")
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _ready(url: str, process: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + READY_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                return True
-        except httpx.HTTPError:
-            pass  # it does not listen yet
-        time.sleep(POLL)
-    return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _last_lines(text: str) -> str:
-    return " / ".join(text.strip().splitlines()[-LAST_LINES:]) or "it said nothing"
 
 
 # ---- all of them

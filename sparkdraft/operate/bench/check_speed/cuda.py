@@ -6,20 +6,24 @@ model's line is skipped if its file is not in the cache.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparkdraft.cache.formats import EXACT, smallest_format
 from sparkdraft.config import NO_PROFILE, EngineConfig
-from sparkdraft.core import AUTO, SamplingParams
+from sparkdraft.core import AUTO, SamplingParams, UserError
 from sparkdraft.llm import LLM
+from sparkdraft.operate.bench import in_process, streaming
 from sparkdraft.operate.bench.accept import decode
 from sparkdraft.operate.bench.check_speed.check import Group, Measure, Names, Skipped, for_streams
+from sparkdraft.operate.bench.check_speed.served import serving
 from sparkdraft.operate.bench.check_speed.sides import (
     PENALISED,
     SAMPLED,
@@ -31,14 +35,20 @@ from sparkdraft.operate.bench.check_speed.sides import (
 from sparkdraft.operate.bench.offline import Bench, Load
 from sparkdraft.operate.bench.prompts import chat_prompts, read_prompts
 from sparkdraft.operate.bench.random_model import drafter_shape, random_engine, shape
-from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, in_turn, joined, part
+from sparkdraft.operate.bench.ratios import Metrics, Progress, Sample, against, in_turn, joined, part
+from sparkdraft.operate.bench.streaming import Target
 from sparkdraft.operate.bench.synthetic import Acceptance
+from sparkdraft.operate.bench.traffic import Lengths, Planned, Record, Traffic
 from sparkdraft.operate.forecast.rates import matmul_rate, memory_bandwidth
 from sparkdraft.weights import hub
 
 SMALLEST = smallest_format().name  # of the KV formats
 ROUNDS = 3
 ROOM = 512  # tokens of cache for each stream beyond its prompt and output
+SERVED = {1: 6, 16: 64, 64: 192}  # streams -> requests of a pass
+SERVED_PROMPT, SERVED_OUTPUT = Lengths(64, 512), Lengths(100, 300)  # tokens
+SAMPLING = {"temperature": SAMPLED.temperature, "top_p": SAMPLED.top_p, "top_k": SAMPLED.top_k}
+FIRST, FIRST_TOKEN = "server-first-token", 0.15  # seconds until 99 of 100 requests have their first token
 EMBEDDED = "smollm2"
 EMBEDDED_PROMPTS, EMBEDDED_LEN = 4, 128
 EMBEDDED_STREAMS, EMBEDDED_TURNS = (1, 16, 64), 4  # and how many requests each stream runs, one after the other
@@ -157,6 +167,63 @@ def _of_matmul(bench: Bench, load: Load, progress: Progress) -> Sample:
     return in_turn(ceiling, reached, ROUNDS, progress)["operations_s"]
 
 
+@dataclass(slots=True)
+class ClosedLoop:
+    """Sampled requests of drawn lengths, of which the next begins when one ends."""
+
+    bench: Bench
+    url: str
+    model: str
+    streams: int
+    first: list[float] = field(default_factory=list)  # per pass over HTTP, when 99 of 100 had their first token
+
+    def planned(self) -> list[Planned]:
+        traffic = Traffic(SERVED_PROMPT, SERVED_OUTPUT, SERVED[self.streams])
+        return traffic.plan(self.streams, self.bench.model.vocab_size)
+
+    def in_process(self) -> Metrics:
+        return _rate(*in_process.run(self.bench.engine, self.planned(), self.streams, SAMPLING, _ignore))
+
+    def over_http(self) -> Metrics:
+        records, seconds = asyncio.run(self._sent())
+        if errors := [record.error for record in records if record.error]:
+            raise UserError(f"the server did not answer a request: {errors[0]}")
+        self.first.append(float(np.quantile([record.first for record in records], 0.99)))
+        return _rate(records, seconds)
+
+    async def _sent(self) -> tuple[list[Record], float]:
+        target = Target(self.url, "", self.model, SAMPLING)
+        try:
+            return await streaming.run(target, self.planned(), self.streams, _ignore)
+        finally:
+            target.close()
+
+
+def _rate(records: list[Record], seconds: float) -> Metrics:
+    return {"tok_s": sum(record.tokens for record in records) / seconds}
+
+
+def _ignore() -> None:
+    pass
+
+
+def server(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """Send requests over HTTP, and run them on an engine of this process, without drafts."""
+    most, samples = max(SERVED), dict[str, Sample]()
+    counts = [n for n in SERVED if {for_streams("server", n), for_streams(FIRST, n)} & wanted]
+    bench = setup.bench(most, SERVED_PROMPT.high + SERVED_OUTPUT.high)
+    flags = {"shape": setup.model, "device": setup.device, "dtype": setup.dtype, "spec": "off", "max-seqs": most}
+    flags["kv-tokens"] = bench.engine.plan.num_blocks * bench.engine.plan.block_size
+    with serving(*(word for name, value in flags.items() for word in (f"--{name}", str(value)))) as url:
+        for done, streams in enumerate(counts):
+            loop = ClosedLoop(bench, url, setup.model, streams)
+            loop.in_process()  # steps are captured here; the server's were at its start
+            found = in_turn(loop.in_process, loop.over_http, 1, part(progress, done, len(counts)))
+            samples[for_streams("server", streams)] = found["tok_s"]
+            samples[for_streams(FIRST, streams)] = against(FIRST_TOKEN, loop.first)
+    return {name: sample for name, sample in samples.items() if name in wanted}
+
+
 def embedded(wanted: Names, progress: Progress) -> dict[str, Sample]:
     """Run the embedded model and its drafter on code prompts, one after the other."""
     llm, found = _load_embedded(), []
@@ -219,6 +286,7 @@ def groups(setup: Setup) -> tuple[Group, ...]:
     measures: dict[tuple[str, ...], Measure] = {
         short: partial(short_contexts, setup),
         long: partial(long_contexts, setup),
+        (*(for_streams("server", n) for n in SERVED), for_streams(FIRST, 16)): partial(server, setup),
         ("embedded-drafted-code",): embedded,
         tuple(for_streams(kind, n) for kind in EMBEDDED_KINDS for n in EMBEDDED_STREAMS): embedded_streams,
     }
