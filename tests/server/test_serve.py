@@ -89,6 +89,20 @@ def test_a_model_that_can_not_be_served_ends_it() -> None:
         assert not any("Traceback" in line or "API" in line for line in server.lines), "no address is announced"
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shape", "qwen3-8x"], "shape 'qwen3-8x' is not known: did you mean"),
+        (["--shape", "tiny", "--drafter-shape", "dflash"], "drafter shape 'dflash' is not known"),
+        (["--drafter-shape", "dflash-5x"], "--drafter-shape goes with --shape"),
+    ],
+)
+def test_shapes_that_are_unknown_are_told_at_once(flags: list[str], words: str) -> None:
+    with started(*flags) as server:
+        assert server.process.wait(PATIENT) == 1
+        server.wait_for(f"sparkdraft: .*{words}")
+
+
 def test_a_port_that_is_taken_is_told_at_once() -> None:
     with live(FakeClient(lambda prompt, params: "ok")) as running:
         port = str(running.http.base_url.port)
