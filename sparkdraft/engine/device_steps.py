@@ -5,7 +5,8 @@ a step, reads the result of the step before and streams it. Who joins or leaves 
 launch; ids past the end of a request are dropped. vLLM calls this async scheduling, SGLang the overlap scheduler.
 
 A step without prompts is one CUDA graph. Prompt chunks run in the same pass as the slots. Short ones have graphs too,
-without drafts; long ones are launched operator by operator, because they keep a GPU busy. Where a request has a grammar
+without drafts: where drafts pay they are a second graph of the step. Long ones are launched operator by operator,
+because they keep a GPU busy. Where a request has a grammar
 or wants log-probabilities, the host adds them between the two halves of a step: without drafts the target runs while
 the host finds the masks; masks after drafts wait for it.
 """
@@ -126,12 +127,14 @@ class DeviceSteps:
         return max(1 + depth, self._proposer.drafter.reach(depth) if self._proposer and depth else 0)
 
     def may_draft(self, batch: Batch) -> bool:
-        """Steps with short prompts are captured without drafts."""
+        """Steps with short prompts are captured without drafts. Beside drafts such prompts take a pass of their own."""
         depth, prompt_rows = max(work.most_drafts for work in batch.work), batch.num_prompt_rows
         prompts = [work for work in batch.work if not work.decodes]
-        decoding = sum(work.decodes for work in batch.work)
+        decoding = len(batch.work) - len(prompts)
         if prompts and all(work.samples for work in prompts) and self._prompt_kind(prompts, decoding):
-            return False
+            apart = self._prompt_kind(prompts, 0) and not any(self._needs_host(work) for work in batch.work)
+            if not (apart and self._drafting.pays_beside(prompt_rows)):
+                return False
         return prompt_rows + self._size(decoding, depth) * self.reach(depth) <= self._runner.plan.max_step_tokens
 
     def capture(self) -> None:
@@ -179,28 +182,32 @@ class DeviceSteps:
         if (depth or prompts) and self._num_waiting:
             self.catch_up()
         self._send(batch, slot_of, joined)
-        captured = None if depth or not prompts else self._prompt_kind(prompts, len(slot_of))
         needs_host = any(self._needs_host(work) for work in batch.work)
-        size = captured.seqs if captured else self._size(len(slot_of), depth)
+        # Short prompts are captured: in one pass with plain slots, and in a pass of their own beside drafts.
+        apart = depth > 0 and len(ends) == len(prompts) > 0 and not needs_host
+        captured = self._prompt_kind(prompts, 0 if apart else len(slot_of)) if apart or not depth else None
+        apart = apart and captured is not None
+        size = captured.seqs if captured and not apart else self._size(len(slot_of), depth)
         kind = StepKind(size, depth, size * (1 + depth), self._draws(slot_of, ends))
         if depth and not needs_host:
-            kind = self._smaller(kind, sum(1 + work.most_drafts for work in batch.work if work.decodes), bool(prompts))
+            tokens = sum(1 + work.most_drafts for work in batch.work if work.decodes)
+            kind = self._smaller(kind, tokens, bool(prompts) and not apart)
         launched = Launched(batch, slot_of, ends, depth, kind.rows, bool(self._unread), needs_host)
         self._unread.append(launched)
-        if not prompts and not needs_host:
-            whole = self._replay(self._steps, kind, launched) if self._steps else self.slots.step(kind)
-            self._fetch(launched, Sampled(whole, None))
-            self._wait_to_observe(launched, has_prompts=False)
-        elif self._prompts and captured and ends and not needs_host:
-            self._chunks(prompts, ends, slot_of, captured)
-            self._fetch(launched, self._replay(self._prompts, captured, launched))
-            self._wait_to_observe(launched, has_prompts=True)
-        else:
+        if needs_host or (prompts and not (captured and ends)):
             chunks = self._chunks(prompts, ends, slot_of, captured) if prompts else None
             ran = self._run(launched, kind, chunks, captured)
             self._halfway = Halfway(kind, ran, chunks, launched)
             if not needs_host:
                 self.complete()
+        else:
+            if apart or not prompts:  # first, because prompts fill slots
+                whole = self._replay(self._steps, kind, launched) if self._steps else self.slots.step(kind)
+                self._fetch(launched, Sampled(whole, None))
+            if captured and self._prompts:
+                self._chunks(prompts, ends, slot_of, captured)
+                self._fetch(launched, self._replay(self._prompts, captured, launched))
+            self._wait_to_observe(launched, has_prompts=bool(prompts))
         for work in ends:
             self._hand_over(work.request)
         for request in [r for r in self._no_hidden if r in slot_of]:
@@ -396,7 +403,7 @@ class DeviceSteps:
 
     def _prompt_kind(self, prompts: list[Work], decoding: int) -> PromptKind | None:
         """The smallest captured step that holds these prompts beside so many slots; None: there is none."""
-        if not self._prompts or len(prompts) > self._most_prompts:
+        if not self._prompts or not 0 < len(prompts) <= self._most_prompts:
             return None
         rows = sum(work.num_known for work in prompts)
         seqs = next(n for n in self._beside if n >= decoding)
@@ -555,19 +562,22 @@ class DeviceSteps:
 
     def _fetch(self, launched: Launched, written: Sampled) -> None:
         """Starts copying a step's result to the host. The next replay overwrites it, but only after this copy."""
-        parts = written.slots, written.firsts, written.scores
-        if self._device.type == "cpu":
-            found = [None if part is None else part.clone() for part in parts]
-        else:
-            found = []
-            for part in parts:
-                host = None if part is None else torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-                if part is not None and host is not None:
-                    host.copy_(part, non_blocking=True)
-                found.append(host)
+        if written.slots is not None:
+            launched.slots = self._to_host(written.slots)
+        if written.firsts is not None:
+            launched.first_ids = self._to_host(written.firsts)
+        if written.scores is not None:
+            launched.scores = self._to_host(written.scores)
+        if self._device.type != "cpu":
             launched.done = torch.cuda.Event()
             launched.done.record()
-        launched.slots, launched.first_ids, launched.scores = found
+
+    def _to_host(self, part: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return part.clone()
+        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+        host.copy_(part, non_blocking=True)
+        return host
 
     def _results(self, launched: Launched) -> tuple[list[StepResult], float]:
         """The results of a step that is done, and the seconds that verifying took; 0 if they are not known."""

@@ -228,6 +228,10 @@ class Drafting:
         verify = self.budget.costs.at(bucket_of(num, 0)).verify
         return float(verify.at(tokens) - verify.at(fewer))
 
+    def pays_beside(self, rows: int) -> bool:
+        """Whether this step's drafts pay although a prompt of so many tokens then takes a pass of its own."""
+        return self.budget is not None and self.budget.pays_beside(rows)
+
     def measured_at_start(self, num: int, depth: int, rows: int, seconds: float, verify: float) -> None:
         """The time of a captured step of so many empty slots, and the part of it after drafting. Of a model with
         experts it says too little: rows of empty slots reach none."""

@@ -72,7 +72,7 @@ class Batch:
         self.costs, self.bucket = costs, bucket
         self.verify, self.before = costs.at(bucket).verify, costs.at(bucket).before
         self.plain = costs.plain(bucket, self.tokens)
-        self.rate = num / self.plain  # tokens a second that the choice promises
+        self.rate, self.seconds = num / self.plain, self.plain  # tokens a second that the choice promises; of its step
 
 
 class Budget:
@@ -217,6 +217,15 @@ class Budget:
         seconds = passes + self.costs.at(bucket).verify.at(extra + packed)
         return bool(((num + drafting * gained) * plain > num * seconds).any())
 
+    def pays_beside(self, rows: int) -> bool:
+        """Whether the drafts of the last choice still pay if they cost a prompt of so many tokens, which would run in
+        one pass with a plain step, a pass of its own."""
+        batch = self.batch
+        if batch is None:  # all depths are given
+            return True
+        prompt, joint = (float(batch.verify.at(n)) for n in (rows, rows + batch.tokens))
+        return batch.rate * batch.seconds * (batch.before + joint) > batch.num * (batch.seconds + prompt)
+
     def _best(self, slots: Ints, batch: Batch) -> Ints:
         """The depths that promise the most tokens a second. Those that are cut later are expected to be."""
         (expected, weights), kinds = self.survival.expected(slots), self.survival.kind(slots)
@@ -253,7 +262,7 @@ class Budget:
         best = int(reached.argmax())
         if reached[best] <= batch.rate * (MARGIN if rests.all() else 1.0):
             return np.zeros(len(slots), np.int64)
-        batch.rate = float(reached[best])
+        batch.rate, batch.seconds = float(reached[best]), float(seconds[best])
 
         # What the drafts of this step cost each request, in tokens that a plain step would have written.
         worth, passed = batch.num / batch.plain, seconds[best] - verifying[best]

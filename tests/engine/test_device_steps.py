@@ -120,6 +120,43 @@ def test_drafts_from_the_text_are_found_on_the_device(host: LLM, drafter: str) -
         assert all(sources[i]["ngram"][1] > 4 for i in (0, 2)), sources
 
 
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_requests_draft_on_while_short_prompts_are_read(
+    host: LLM, overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch, pays: bool, temperature: float
+) -> None:
+    """Where that pays the prompts take a pass of their own, and otherwise they run with the others' last ids."""
+    steps, engine, passes = device_steps(overlapped), overlapped.engine, list[tuple[int, int, int]]()
+    monkeypatch.setattr(engine.drafting, "pays_beside", lambda rows: pays)
+    forward = steps.slots.forward
+
+    def seen(kind: StepKind, chunks: Chunks | None = None) -> Ran:
+        passes.append((len(watched), kind.depth, len(chunks.ids) if chunks else 0))
+        return forward(kind, chunks)
+
+    monkeypatch.setattr(steps.slots, "forward", seen)
+    if not isinstance(steps._steps, Uncaptured):
+        pytest.skip("a graph that is replayed calls nothing")
+    params = [SamplingParams(30, temperature=temperature, seed=i, num_draft=3, ignore_eos=True) for i in range(5)]
+    for name in ("0", "1"):
+        engine.add(overlapped.encode(TEXTS[int(name)]), params[int(name)], name)
+    found = dict[str, list[int]]()
+    for step in range(200):
+        if step in (4, 7, 9):
+            number = 2 + (4, 7, 9).index(step)
+            engine.add(overlapped.encode(TEXTS[number]), params[number], str(number))
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.ids)
+        if not engine.has_work:
+            break
+    assert [found[str(i)] for i in range(5)] == written(host, params)
+    by_step = [[each[1:] for each in passes if each[0] == number] for number in range(3, len(watched) + 1)]
+    beside = [step for step in by_step if any(rows for _, rows in step)]
+    assert len(beside) == 3, "three prompts came while others decoded"
+    for step in beside:
+        assert step == ([(3, 0), (0, 16)] if pays else [(0, 16)])
+
+
 def test_empty_slots_count_nothing(overlapped: LLM, watched: list[int]) -> None:
     """When some requests have ended, others move to their slots, and steps are padded with the slots that they left."""
     engine, penalised = overlapped.engine, SamplingParams(max_tokens=50, frequency_penalty=0.5, ignore_eos=True)

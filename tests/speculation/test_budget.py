@@ -399,6 +399,15 @@ def test_after_a_long_hold_an_unknown_kind_of_batch_is_looked_at_again_at_once()
     assert made.choose([made.open(0)], 50_000) == [0] and not made.holds(), "plain steps there are not known"
 
 
+@pytest.mark.parametrize(("chance", "pays"), [(0.9, True), (0.0, False)])
+def test_drafts_that_pay_well_pay_for_a_prompts_own_pass(chance: float, pays: bool) -> None:
+    machine = MACHINES["8b"]
+    made = budget(machine, [4])
+    assert made.pays_beside(64), "where all depths are given there is nothing to compare"
+    run(made, machine, [lambda _: flat(chance)] * 4, 0.3)
+    assert made.pays_beside(64) == pays
+
+
 def test_a_plain_step_is_asked_for_where_all_draft() -> None:
     machine = MACHINES["embedded"]
     made = budget(machine, [1, 4])
