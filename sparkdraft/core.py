@@ -274,12 +274,13 @@ class Request:
     @property
     def decodes(self) -> bool:
         """True if all of its tokens but the last are computed, or in steps that were launched."""
-        return self.num_tokens - self.num_computed <= 1
+        return len(self.prompt_ids) + len(self.output_ids) - self.num_computed <= 1
 
     @property
     def next_start(self) -> int:
         """An upper bound on the position of the first token of its next step."""
-        return self.num_tokens - 1 + self.most_unread if self.decodes else self.num_computed
+        known = len(self.prompt_ids) + len(self.output_ids)
+        return known - 1 + self.most_unread if known - self.num_computed <= 1 else self.num_computed
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Known ids at positions [start, stop), which may span prompt and output."""
@@ -301,6 +302,10 @@ class Work:
     drafts: list[int] = field(default_factory=list)  # filled by engine/drafting
     source: str = ""  # the source of the drafts, filled with them
     num_refused: int = 0  # drafts that a grammar refused before they ran, filled by the engine
+    decodes: bool = field(init=False)  # whether it is one known token, perhaps with drafts, and not a prompt
+
+    def __post_init__(self) -> None:
+        self.decodes = self.samples and self.num_known == 1
 
     @property
     def num_draft(self) -> int:
@@ -317,11 +322,6 @@ class Work:
     @property
     def stop(self) -> int:
         return self.start + self.num_scheduled
-
-    @property
-    def decodes(self) -> bool:
-        """True if it is one known token, perhaps with drafts, and not a prompt."""
-        return self.samples and self.num_known == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -585,12 +585,12 @@ class DeviceSteps:
         gaps: list[list[float]] = []
         matched: list[int] = []
         if launched.slots is not None:
-            end = launched.depth + 4
-            rows = launched.slots[:, :end].tolist()
+            slots, end = launched.slots.numpy(), launched.depth + 4
+            rows = slots[:, :end].tolist()
             matched = [0] * len(rows)
             if launched.depth or self.slots.text is not None:
-                matched = launched.slots[:, end].tolist()
-            gaps = launched.slots[:, end + 1 :].contiguous().view(torch.float32).tolist() if launched.depth else []
+                matched = slots[:, end].tolist()
+            gaps = slots[:, end + 1 :].view(np.float32).tolist() if launched.depth else []
         firsts = launched.first_ids.tolist()[: len(launched.firsts)] if launched.first_ids is not None else []
         first_of = dict(zip((work.request for work in launched.firsts), firsts, strict=True))
         results = []

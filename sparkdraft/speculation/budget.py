@@ -171,8 +171,10 @@ class Budget:
             return [0] * len(slots)
         if len(drafts):
             self._guessed = self.clock if guesses else -1
+            idle = min(idle, LOOK)
+        if len(drafts) and len(slots) > 1:
             tried = sorted(self.survival.tried(drafts))  # of many there is always one that has just begun
-            idle = min(idle, LOOK, int(tried[len(tried) // 2 if len(tried) > NEW else 0]) // LOOK)
+            idle = min(idle, int(tried[len(tried) // 2 if len(tried) > NEW else 0]) // LOOK)
         chosen = depths.tolist()
         self._chosen, self._chosen_for = dict(zip(slots, chosen, strict=True)), (bucket, extra)
         self._until = self.clock + max(idle, 1)
@@ -235,8 +237,13 @@ class Budget:
 
         # One depth for all, and one border that the survivals of verified drafts must reach.
         drafts, tokens = self._histogram(expected, each)
-        seconds = passes[:, None] + self._verifying(batch, drafts, self.depths[:, None])
-        rates = (batch.num + tokens) / seconds
+        verifying = self._verifying(batch, drafts, self.depths[:, None])
+        rates = (batch.num + tokens) / (passes[:, None] + verifying)
+        if len(slots) == 1:  # it shares nothing
+            border = int(rates.max(0).argmax()) if cut[0] else -1
+            most = int(rates[:, border].argmax())
+            found = rates[most, border], passes[most], verifying[most, border], drafts[most, border]
+            return self._taken(slots, batch, self.depths[[most]], *found)
         best = int(rates.argmax())
         most, border = best // rates.shape[1], _BORDERS[best % rates.shape[1]]
         rate, floor = max(rates.flat[best], batch.rate), np.where(cut, border, 0.0)[:, None, None]
@@ -257,19 +264,27 @@ class Budget:
         taken = each * ((self._positions < tried[:, :, None, None]) & (expected >= floor))
         drafts, tokens = taken.sum((1, 2, 3)), (taken * expected).sum((1, 2, 3))
         verifying = self._verifying(batch, drafts, tried.max(1))
-        seconds = self._before(batch, tried, by_model) + verifying
-        reached = (batch.num + tokens) / seconds
+        passed = self._before(batch, tried, by_model)
+        reached = (batch.num + tokens) / (passed + verifying)
         best = int(reached.argmax())
-        if reached[best] <= batch.rate * (MARGIN if rests.all() else 1.0):
+        return self._taken(slots, batch, tried[best], reached[best], passed[best], verifying[best], drafts[best])
+
+    def _taken(
+        self, slots: Ints, batch: Batch, depths: Ints, rate: float, passed: float, verifying: float, drafts: float
+    ) -> Ints:
+        """These depths, if their step promises more than a plain one, else zeros. rate: tokens a second; passed,
+        verifying: seconds before the target runs and after; drafts: those that are verified in all."""
+        rests = self._rests
+        resting = rests.paused[slots] | (self.survival.tried(slots) == 0)
+        if rate <= batch.rate * (MARGIN if resting.all() else 1.0):
             return np.zeros(len(slots), np.int64)
-        batch.rate, batch.seconds = float(reached[best]), float(seconds[best])
+        batch.rate, batch.seconds = float(rate), float(passed + verifying)
 
         # What the drafts of this step cost each request, in tokens that a plain step would have written.
-        worth, passed = batch.num / batch.plain, seconds[best] - verifying[best]
-        self._rests.price[slots] = (passed - batch.before) * worth / max((tried[best] > 0).sum(), 1)
-        added = verifying[best] - batch.verify.at(batch.tokens)
-        self._rests.each[slots] = added * worth / max(drafts[best], 1.0)
-        return np.asarray(tried[best])
+        worth = batch.num / batch.plain
+        rests.price[slots] = (passed - batch.before) * worth / max((depths > 0).sum(), 1)
+        rests.each[slots] = (verifying - batch.verify.at(batch.tokens)) * worth / max(drafts, 1.0)
+        return depths
 
     def _before(self, batch: Batch, depths: Ints, by_model: Ints) -> Floats:
         """The seconds before verifying of steps in which requests draft to these depths, [steps, requests]."""

@@ -178,7 +178,7 @@ class Survival:
         own = self._own
         sure = np.minimum(self.fair(slots)[:, None] * self._sure(slots, gaps), MOST_SURE)
         chances = np.where(np.isnan(gaps), own.usual[slots], sure)
-        own.block[slots] = np.stack((gaps, chances), 1)
+        own.block[slots, 0], own.block[slots, 1] = gaps, chances
         return np.asarray(chances.cumprod(1))
 
     # ---- what happened
@@ -195,7 +195,8 @@ class Survival:
         own, position, age = self._own, self._positions, np.arange(len(drafted))[::-1, None]
         drafted, accepted = drafted[..., None], accepted[..., None]
         right, compared = position < accepted, position < np.minimum(accepted + 1, drafted)
-        counts, chances = np.stack((right, compared), 2).astype(float), own.usual[slots][None]
+        counts = np.array((right, compared), float).transpose(1, 2, 0, 3)  # [steps, slots, 2, depth]
+        chances = own.usual[slots][None]
         memory, kinds = MEMORY**age, own.kind[slots]
         if self.some_gaps:
             gaps, sure = blocks[:, :, 0], blocks[:, :, 1]
@@ -207,8 +208,8 @@ class Survival:
             counts[:, :, 0] += np.where(cut, reached, 0.0)
             counts[:, :, 1] += np.where(cut, reached / np.maximum(chances, 1e-9), 0.0)
             told = compared & known
-            kept = np.stack((np.where(told, chances, 0.0).sum(2), (right & known).sum(2)), 2)
-            own.kept[slots] = MEMORY ** len(drafted) * own.kept[slots] + (memory[..., None] * kept).sum(0)
+            kept = np.array(((chances * told).sum(2), (right & known).sum(2)))  # [2, steps, slots]
+            own.kept[slots] = MEMORY ** len(drafted) * own.kept[slots] + (memory * kept).sum(1).T
             self._learn_gaps(slots, kinds, gaps, right, told)
         before = own.counts[slots]
         own.counts[slots] = MEMORY ** len(drafted) * before + (memory[..., None, None] * counts).sum(0)
@@ -223,9 +224,8 @@ class Survival:
             most = MOST * max(self._num_open[kind], 1)
             usual *= most / max(usual[1, 0], most)
         self._prior_is_old = True
-        excess = np.where(compared, right - chances, 0.0).sum(2)
-        doubt = np.where(compared, chances * (1 - chances), 0.0).sum(2)
-        self._watch(slots, np.stack((excess, doubt), 2), age)
+        excess, doubt = (right - chances) * compared, chances * (1 - chances) * compared
+        self._watch(slots, excess.sum(2), doubt.sum(2), age)
 
     def forget(self, slots: Ints) -> None:
         """The text has changed: what was learnt, and what other requests showed, counts as one observation each."""
@@ -263,10 +263,12 @@ class Survival:
             compared = told[::-1, mine].reshape(size) & ~np.isnan(blocks)
             self.fits.learn(kind, blocks, right[::-1, mine].reshape(size), compared)
 
-    def _watch(self, slots: Ints, steps: Floats, age: Ints) -> None:
-        """Compares steps with what was expected; text that changed is forgotten faster than memory fades."""
-        fade = np.array((FADE, FADE**2))
-        surprise = self._own.surprise[slots] * fade ** len(steps) + (steps * fade ** age[..., None]).sum(0)
+    def _watch(self, slots: Ints, excess: Floats, doubt: Floats, age: Ints) -> None:
+        """Compares steps with what was expected; text that changed is forgotten faster than memory fades. excess:
+        [steps, slots], accepted drafts minus expected ones; doubt: its variance."""
+        fade, surprise = FADE**age, self._own.surprise[slots] * (FADE ** len(age), FADE ** (2 * len(age)))
+        surprise[:, 0] += (excess * fade).sum(0)
+        surprise[:, 1] += (doubt * fade**2).sum(0)
         self._own.surprise[slots] = surprise
         # the half: one refusal of a sure thing is no change
         changed = surprise[:, 0] ** 2 > SURPRISE * (surprise[:, 1] + 0.5)
@@ -315,4 +317,4 @@ def newest(more: Floats, blocks: Floats) -> Floats:
 
 def bounded(gaps: Floats) -> Floats:
     """The gaps within their bounds. NaN stays."""
-    return np.clip(gaps, -WIDEST, WIDEST)
+    return np.minimum(np.maximum(gaps, -WIDEST), WIDEST)
