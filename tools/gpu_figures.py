@@ -86,10 +86,28 @@ def _shapes() -> list[Step]:
     return [*steps, Step("prompt-qwen3.5-27b", 120, prompt.replace("--prompt-len 256", "--prompt-len 32000"))]
 
 
+def _requests() -> list[Step]:
+    """What people send: sampled, penalised, arriving, over HTTP."""
+    shape, wrong = "--shape qwen3-8b", "--drafter-shape dflash-5x"
+    sampled = "--temperature 0.6 --top-p 0.95 --top-k 20"
+    kinds = {"greedy": "", "sampled": f" {sampled}", "penalised": f" {sampled} --presence-penalty 1.5"}
+    alone = f"{OFFLINE} {shape} --concurrency 1,16,64"
+    steps = [Step(f"requests-{name}", 100, f"{alone} --spec off{flags}") for name, flags in kinds.items()]
+    steps += [
+        Step(f"requests-{name}-wrong", 120, f"{alone} {wrong} --spec auto{flags}") for name, flags in kinds.items()
+    ]
+    synthetic = f"bench offline {shape} {DRAFTED.format('dflash-5x', '6.5')} --prompt-len 256 --output-len 256"
+    steps.append(Step("requests-synthetic", 240, f"{synthetic} --spec auto --concurrency 1,4,8,16,32"))
+    steps.append(Step("requests-memory", 120, f"{synthetic} {sampled} --concurrency 64"))
+    http = "tools/http_share.py"
+    return [*steps, Step("requests-http", 420, http), Step("requests-http-wrong", 420, f"{http} {wrong}")]
+
+
 STEPS = [
     Step("tests-kernels", 420, _pytest("kernels", processes=14)),
     Step("tests-engine", 300, _pytest("engine", "cache", "drafters", "speculation", "models", "operate", processes=8)),
     Step("check-speed", 240, "bench check-speed --device cuda"),
+    *_requests(),
     *_shapes(),
     Step("mtp", 120, "tools/cuda_mtp.py --limit 90"),
     Step(

@@ -123,6 +123,8 @@ def in_process(engine: Engine, label: str, streams: list[int], traffic: Traffic)
     from sparkdraft.operate.bench.traffic import markdown
 
     most, rows = engine.plan.max_seqs, list[dict[str, Any]]()
+    if not engine.is_warm:  # random weights have just been drawn; a server warms up before its first request
+        engine.warm_up()
     if math.isinf(traffic.rate) and max(streams) > most:
         raise UserError(f"--concurrency has {max(streams)}; {most} requests run at once: raise --max-seqs")
     for each in streams:

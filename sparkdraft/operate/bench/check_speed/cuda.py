@@ -212,12 +212,13 @@ def server(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]
     most, samples = max(SERVED), dict[str, Sample]()
     counts = [n for n in SERVED if {for_streams("server", n), for_streams(FIRST, n)} & wanted]
     bench = setup.bench(most, SERVED_PROMPT.high + SERVED_OUTPUT.high)
+    bench.engine.warm_up()
     flags = {"shape": setup.model, "device": setup.device, "dtype": setup.dtype, "spec": "off", "max-seqs": most}
     flags["kv-tokens"] = bench.engine.plan.num_blocks * bench.engine.plan.block_size
     with serving(*(word for name, value in flags.items() for word in (f"--{name}", str(value)))) as url:
         for done, streams in enumerate(counts):
             loop = ClosedLoop(bench, url, setup.model, streams)
-            loop.in_process()  # steps are captured here; the server's were at its start
+            loop.in_process()  # the server has had its first requests when it started
             found = in_turn(loop.in_process, loop.over_http, 1, part(progress, done, len(counts)))
             samples[for_streams("server", streams)] = found["tok_s"]
             samples[for_streams(FIRST, streams)] = against(FIRST_TOKEN, loop.first)
