@@ -99,6 +99,11 @@ def _requests() -> list[Step]:
     synthetic = f"bench offline {shape} {DRAFTED.format('dflash-5x', '6.5')} --prompt-len 256 --output-len 256"
     steps.append(Step("requests-synthetic", 240, f"{synthetic} --spec auto --concurrency 1,4,8,16,32"))
     steps.append(Step("requests-memory", 120, f"{synthetic} {sampled} --concurrency 64"))
+    steps += [
+        Step(f"requests-steps-{spec}-{n}", 90, f"tools/step_times.py --streams {n} --spec {spec}")
+        for n in (16, 64)
+        for spec in ("off", "auto")
+    ]
     http = "tools/http_share.py"
     return [*steps, Step("requests-http", 420, http), Step("requests-http-wrong", 420, f"{http} {wrong}")]
 

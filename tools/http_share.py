@@ -43,7 +43,7 @@ def main() -> None:
     engine += ["--drafter-shape", args.drafter_shape, "--spec", "auto"] if args.drafter_shape else ["--spec", "off"]
     print("requests    streams  tok/s over HTTP  in process  share  first token ms p50 / p99 over HTTP", flush=True)
     served = {}
-    with serving(*engine) as url:
+    with serving(*engine, "--no-ngram") as url:  # as offline: random text repeats itself
         for name, flags in SAMPLINGS.items():
             served[name] = rows(["serve", "--url", url, *loop, *flags])
     for name, flags in SAMPLINGS.items():
