@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,13 +107,13 @@ def _requests() -> list[Step]:
         for spec in ("off", "auto")
     ]
     http = "tools/http_share.py"
-    return [*steps, Step("requests-http", 420, http), Step("requests-http-wrong", 420, f"{http} {wrong}")]
+    return [*steps, Step("requests-http", 560, http), Step("requests-http-wrong", 560, f"{http} {wrong}")]
 
 
 STEPS = [
     Step("tests-kernels", 420, _pytest("kernels", processes=14)),
     Step("tests-engine", 300, _pytest("engine", "cache", "drafters", "speculation", "models", "operate", processes=8)),
-    Step("check-speed", 240, "bench check-speed --device cuda"),
+    Step("check-speed", 420, "bench check-speed --device cuda"),
     *_requests(),
     *_shapes(),
     Step("mtp", 120, "tools/cuda_mtp.py --limit 90"),
@@ -148,12 +150,16 @@ def run(step: Step, folder: Path) -> str:
     with going.open("w") as file:
         file.write(f"$ {step.command}\n")
         file.flush()
+        process = subprocess.Popen(
+            step.arguments(), stdout=file, stderr=subprocess.STDOUT, env=with_tests(), start_new_session=True
+        )
         try:
-            status = subprocess.run(
-                step.arguments(), stdout=file, stderr=subprocess.STDOUT, timeout=step.limit, env=with_tests()
-            ).returncode
+            status = process.wait(step.limit)
         except subprocess.TimeoutExpired:
             return f"ended after its limit of {step.limit} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started, which may hold the GPU's memory
     if status:
         return f"failed with {status} after {time.monotonic() - begin:.0f} s, see {going}"
     going.rename(folder / f"{step.name}.txt")

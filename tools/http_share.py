@@ -39,11 +39,11 @@ def main() -> None:
     args = parser.parse_args()
     loop = ["--concurrency", args.streams, "--prompt-len", args.prompt_len, "--output-len", args.output_len]
     loop += ["--requests", str(args.requests)]
-    engine = ["--shape", args.shape, "--device", args.device, "--max-seqs", args.streams.split(",")[-1]]
+    engine = ["--shape", args.shape, "--device", args.device, "--max-seqs", str(max(map(int, args.streams.split(","))))]
     engine += ["--drafter-shape", args.drafter_shape, "--spec", "auto"] if args.drafter_shape else ["--spec", "off"]
     print("requests    streams  tok/s over HTTP  in process  share  first token ms p50 / p99 over HTTP", flush=True)
     served = {}
-    with serving(*engine, "--no-ngram") as url:  # as offline: random text repeats itself
+    with serving(*engine) as url:
         for name, flags in SAMPLINGS.items():
             served[name] = rows(["serve", "--url", url, *loop, *flags])
     for name, flags in SAMPLINGS.items():

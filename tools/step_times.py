@@ -1,6 +1,6 @@
-"""Where the time of the embedded model's steps goes, over real requests that come and go: for each kind of step how
-often it ran, the milliseconds from one step's read to the next, those that the host spent in each part, and the tokens
-written. On a GPU the host's parts overlap with the device, except for 'read', which waits for it.
+"""Where the time of the embedded model's steps goes, over real requests that come and go. For each kind of step it
+prints how often it ran, the milliseconds from the read before to its own, those that the host spent on it in each part,
+and the tokens that it wrote. On a GPU the host's parts overlap with the device, and 'read' waits for it.
 
     python tools/step_times.py [--streams 64] [--spec auto] [--device cuda] [--temperature 0.6] [--trace steps.json]
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,44 +21,69 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sparkdraft.config import NO_PROFILE
-from sparkdraft.core import Batch, SamplingParams
+from sparkdraft.core import Batch, SamplingParams, StepOutput
+from sparkdraft.engine.steps import StepRead
 from sparkdraft.llm import LLM
 from sparkdraft.operate.bench.check_speed.sides import whole_requests
 
-PARTS = ("depths", "schedule", "launch", "read", "commit")
+BEFORE, AFTER = ("depths", "schedule", "launch"), ("read", "commit")
 
 
 class Watch:
-    """Times the parts of an engine's steps. Parts inside others are taken out of them."""
+    """Times the parts of an engine's steps. A part inside another is taken out of it."""
 
     def __init__(self, llm: LLM) -> None:
         engine = llm.engine
-        self.now: dict[str, float] = defaultdict(float)
-        self.kinds: dict[str, list[dict[str, float]]] = defaultdict(list)
-        self._kind, self._inner, self._last = "", [0.0], 0.0
+        self._now = defaultdict[str, float](float)  # seconds by part, in this call of Engine.step
+        self._sums = defaultdict[str, dict[str, float]](lambda: defaultdict(float))  # by kind of step
+        self._inner, self._last = [0.0], time.perf_counter()
+        self._unread = deque[str]()  # the kinds of steps that were launched
+        self._launched = self._read = ""  # in this call
         places = (engine.drafting, "depths"), (engine, "_schedule"), (engine.steps, "launch"), (engine.steps, "read")
-        for part, (owner, name) in zip(PARTS, (*places, (engine, "_commit")), strict=True):
+        for part, (owner, name) in zip((*BEFORE, *AFTER), (*places, (engine, "_commit")), strict=True):
             setattr(owner, name, self._timed(part, getattr(owner, name)))
-        launch, step = engine.steps.launch, engine.step
+        launch, read, step, abandon = engine.steps.launch, engine.steps.read, engine.step, engine.steps.abandon
 
-        def named(batch: Batch) -> None:
-            drafts, prompts = sum(work.most_drafts > 0 for work in batch.work), batch.num_prompt_rows > 0
-            decoding = sum(work.decodes for work in batch.work)
-            self._kind = " ".join(
-                (["prompts"] if prompts else []) + (["drafted"] if drafts else ["plain"]) * bool(decoding)
-            )
+        def launched(batch: Batch) -> None:
+            kind = ["prompts"] if batch.num_prompt_rows else []
+            if any(work.decodes for work in batch.work):
+                kind.append("drafted" if any(work.most_drafts for work in batch.work) else "plain")
+            self._launched = " ".join(kind)
+            self._unread.append(self._launched)
             launch(batch)
 
-        def counted() -> Any:
-            self.now.clear()
+        def was_read() -> StepRead:
+            self._read = self._unread.popleft()
+            return read()
+
+        def forgotten() -> None:
+            self._unread.clear()
+            abandon()
+
+        def stepped() -> list[StepOutput]:
+            self._now.clear()
+            self._launched = self._read = ""
             outputs = step()
             now = time.perf_counter()
-            self.now |= {"between": now - self._last if self._last else 0.0, "tokens": sum(len(o.ids) for o in outputs)}
+            if self._launched:
+                self._add(self._launched, BEFORE)
+            if self._read:
+                self._now |= {"steps": 1, "between": now - self._last, "tokens": sum(len(o.ids) for o in outputs)}
+                self._add(self._read, (*AFTER, "steps", "between", "tokens"))
             self._last = now
-            self.kinds[self._kind or "none"].append(dict(self.now))
             return outputs
 
-        engine.steps.launch, engine.step = named, counted  # type: ignore[method-assign]
+        for owner, name, call in (
+            (engine.steps, "launch", launched),
+            (engine.steps, "read", was_read),
+            (engine.steps, "abandon", forgotten),
+            (engine, "step", stepped),
+        ):
+            setattr(owner, name, call)
+
+    def _add(self, kind: str, names: tuple[str, ...]) -> None:
+        for name in names:
+            self._sums[kind][name] += self._now[name]
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -68,20 +93,21 @@ class Watch:
                 return call(*args)
             finally:
                 took = time.perf_counter() - begin
-                self.now[part] += took - self._inner.pop()
+                self._now[part] += took - self._inner.pop()
                 self._inner[-1] += took
 
         return timed
 
     def table(self) -> str:
-        lines = [f"{'kind of step':18} steps  share  between  {'  '.join(f'{part:>8}' for part in PARTS)}  tokens"]
-        total = sum(step["between"] for steps in self.kinds.values() for step in steps)
-        for kind, steps in sorted(self.kinds.items(), key=lambda item: -len(item[1])):
-            means = {name: sum(s.get(name, 0.0) for s in steps) / len(steps) for name in ("between", *PARTS, "tokens")}
-            parts = "  ".join(f"{1e3 * means[part]:8.3f}" for part in PARTS)
-            share = means["between"] * len(steps) / total
+        parts = (*BEFORE, *AFTER)
+        lines = [f"{'kind of step':16} steps  share  between  {'  '.join(f'{part:>8}' for part in parts)}  tokens"]
+        total = sum(sums["between"] for sums in self._sums.values())
+        for kind, sums in sorted(self._sums.items(), key=lambda item: -item[1]["between"]):
+            count = max(sums["steps"], 1)
+            means = "  ".join(f"{1e3 * sums[part] / count:8.3f}" for part in parts)
+            share, between = sums["between"] / total, 1e3 * sums["between"] / count
             lines.append(
-                f"{kind:18} {len(steps):5} {share:6.1%} {1e3 * means['between']:8.3f}  {parts}  {means['tokens']:6.1f}"
+                f"{kind:16} {sums['steps']:5.0f} {share:6.1%} {between:8.3f}  {means}  {sums['tokens'] / count:6.1f}"
             )
         return "\n".join(lines)
 

@@ -1,5 +1,5 @@
-"""The process of an engine with random weights, for `sparkdraft serve --shape`: how fast a server of a model of that
-size would be, before the model is downloaded. The text is noise.
+"""The process of an engine with random weights, for `sparkdraft serve --shape`: without a download it shows how fast a
+server of a model of that size is. The text is noise.
 """
 
 from __future__ import annotations

@@ -71,6 +71,8 @@ def run(args: Namespace) -> int:
     if args.shape:
         if args.engine == "vllm":
             raise UserError("--shape is for our own engine; leave it out, or leave out --engine vllm")
+        if hasattr(args, "model"):
+            raise UserError("--shape and --model are both given: leave one of them out")
         args.model, args.canary = args.shape, False  # all its answers are wrong
         say("note: the weights are random, and so is the text")
     elif args.drafter_shape:
@@ -149,10 +151,18 @@ def _random_client(config: ServerConfig, drafter: str) -> EngineClient:
     from sparkdraft.operate.bench.shapes import drafter_shape, shape
     from sparkdraft.server.engine_client import EngineClient
 
+    for name, value, others in (
+        ("drafter", config.engine.drafter, "name one with --drafter-shape"),
+        ("profile", config.engine.profile, "leave it out"),
+    ):
+        if value not in ("auto", "none"):
+            raise UserError(f"{name} is '{value}', and a shape with random weights has none: {others}")
     model = shape(config.engine.model)
     if drafter:
         drafter_shape(drafter, model)
-    return EngineClient(config.engine.chosen() | {DRAFTER: drafter}, _restart(config), COMMAND)
+    # As `bench offline --shape`: random text repeats itself, so drafts from it would be accepted.
+    options = {"ngram": False, "prefix_cache": False} | config.engine.chosen() | {DRAFTER: drafter}
+    return EngineClient(options, _restart(config), COMMAND)
 
 
 def _restart(config: ServerConfig) -> RestartPolicy:

@@ -5,8 +5,8 @@ a step, reads the result of the step before and streams it. Who joins or leaves 
 launch; ids past the end of a request are dropped. vLLM calls this async scheduling, SGLang the overlap scheduler.
 
 A step without prompts is one CUDA graph. Prompt chunks run in the same pass as the slots. Short ones have graphs too,
-without drafts: where drafts pay they are a second graph of the step. Long ones are launched operator by operator,
-because they keep a GPU busy. Where a request has a grammar
+without drafts; in a step that drafts they run after the slots, as a graph of their own. Long ones are launched operator
+by operator, because they keep a GPU busy. Where a request has a grammar
 or wants log-probabilities, the host adds them between the two halves of a step: without drafts the target runs while
 the host finds the masks; masks after drafts wait for it.
 """

@@ -113,6 +113,7 @@ class Drafting:
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
+        self._has_chosen = False  # whether the last depths were chosen, and not all given by their requests
         self._num_plain = 0  # steps without drafts
         self._quiet = set[Request]()  # requests of which none drafts, until the budget looks again or a text matches
         self._plain_known: Bucket | None = None  # the kind of batch whose plain steps have been timed
@@ -134,6 +135,7 @@ class Drafting:
                     depths[request] = min(asked, self.max_depth)
                 else:
                     free[request] = self._of(request).slots[source]
+        self._has_chosen = bool(free)
         if free:
             longest, others = max(r.num_tokens for r in requests), len(requests) - len(free)
             chosen = self.budget.choose(list(free.values()), longest, others, sum(depths.values()))
@@ -230,7 +232,7 @@ class Drafting:
 
     def pays_beside(self, rows: int) -> bool:
         """Whether this step's drafts pay although a prompt of so many tokens then takes a pass of its own."""
-        return self.budget is not None and self.budget.pays_beside(rows)
+        return not self._has_chosen or (self.budget is not None and self.budget.pays_beside(rows))
 
     def measured_at_start(self, num: int, depth: int, rows: int, seconds: float, verify: float) -> None:
         """The time of a captured step of so many empty slots, and the part of it after drafting. Of a model with

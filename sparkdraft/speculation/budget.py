@@ -72,7 +72,8 @@ class Batch:
         self.costs, self.bucket = costs, bucket
         self.verify, self.before = costs.at(bucket).verify, costs.at(bucket).before
         self.plain = costs.plain(bucket, self.tokens)
-        self.rate, self.seconds = num / self.plain, self.plain  # tokens a second that the choice promises; of its step
+        self.rate = num / self.plain  # tokens a second that the choice promises
+        self.seconds = self.plain  # of its step
 
 
 class Budget:
@@ -171,7 +172,7 @@ class Budget:
             return [0] * len(slots)
         if len(drafts):
             self._guessed = self.clock if guesses else -1
-            idle = min(idle, LOOK)
+            idle = min(idle, 1 if guesses and self._for_all else LOOK)
         if len(drafts) and len(slots) > 1:
             tried = sorted(self.survival.tried(drafts))  # of many there is always one that has just begun
             idle = min(idle, int(tried[len(tried) // 2 if len(tried) > NEW else 0]) // LOOK)
@@ -220,12 +221,11 @@ class Budget:
         return bool(((num + drafting * gained) * plain > num * seconds).any())
 
     def pays_beside(self, rows: int) -> bool:
-        """Whether the drafts of the last choice still pay if they cost a prompt of so many tokens, which would run in
-        one pass with a plain step, a pass of its own."""
+        """Whether the last choice's drafts still pay when a prompt of so many tokens has to run in a pass of its own.
+        Without drafts it would share one with the decoding requests."""
         batch = self.batch
-        if batch is None:  # all depths are given
-            return True
-        prompt, joint = (float(batch.verify.at(n)) for n in (rows, rows + batch.tokens))
+        assert batch, "no depth was chosen"
+        prompt, joint = (float(batch.verify.at(n)) for n in (rows, rows + batch.num))
         return batch.rate * batch.seconds * (batch.before + joint) > batch.num * (batch.seconds + prompt)
 
     def _best(self, slots: Ints, batch: Batch) -> Ints:
@@ -237,6 +237,8 @@ class Budget:
 
         # One depth for all, and one border that the survivals of verified drafts must reach.
         drafts, tokens = self._histogram(expected, each)
+        if len(slots) == 1 and not cut[0]:
+            drafts[:, -1] = self.depths  # all are verified, however unlikely
         verifying = self._verifying(batch, drafts, self.depths[:, None])
         rates = (batch.num + tokens) / (passes[:, None] + verifying)
         if len(slots) == 1:  # it shares nothing
@@ -272,8 +274,8 @@ class Budget:
     def _taken(
         self, slots: Ints, batch: Batch, depths: Ints, rate: float, passed: float, verifying: float, drafts: float
     ) -> Ints:
-        """These depths, if their step promises more than a plain one, else zeros. rate: tokens a second; passed,
-        verifying: seconds before the target runs and after; drafts: those that are verified in all."""
+        """These depths, if their step promises more than a plain one, else zeros. rate: tokens a second; passed:
+        seconds before the target runs; verifying: seconds of the target; drafts: those that are verified in all."""
         rests = self._rests
         resting = rests.paused[slots] | (self.survival.tried(slots) == 0)
         if rate <= batch.rate * (MARGIN if resting.all() else 1.0):

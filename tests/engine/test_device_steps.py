@@ -135,8 +135,6 @@ def test_requests_draft_on_while_short_prompts_are_read(
         return forward(kind, chunks)
 
     monkeypatch.setattr(steps.slots, "forward", seen)
-    if not isinstance(steps._steps, Uncaptured):
-        pytest.skip("a graph that is replayed calls nothing")
     params = [SamplingParams(30, temperature=temperature, seed=i, num_draft=3, ignore_eos=True) for i in range(5)]
     for name in ("0", "1"):
         engine.add(overlapped.encode(TEXTS[int(name)]), params[int(name)], name)
@@ -150,6 +148,8 @@ def test_requests_draft_on_while_short_prompts_are_read(
         if not engine.has_work:
             break
     assert [found[str(i)] for i in range(5)] == written(host, params)
+    if not isinstance(steps._steps, Uncaptured):
+        return  # a graph that is replayed calls nothing
     by_step = [[each[1:] for each in passes if each[0] == number] for number in range(3, len(watched) + 1)]
     beside = [step for step in by_step if any(rows for _, rows in step)]
     assert len(beside) == 3, "three prompts came while others decoded"

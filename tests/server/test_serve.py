@@ -95,9 +95,11 @@ def test_a_model_that_can_not_be_served_ends_it() -> None:
         (["--shape", "qwen3-8x"], "shape 'qwen3-8x' is not known: did you mean"),
         (["--shape", "tiny", "--drafter-shape", "dflash"], "drafter shape 'dflash' is not known"),
         (["--drafter-shape", "dflash-5x"], "--drafter-shape goes with --shape"),
+        (["--shape", "tiny", "--model", "smollm2"], "--shape and --model are both given"),
+        (["--shape", "tiny", "--drafter", "ngram"], "drafter is 'ngram', and a shape with random weights has none"),
     ],
 )
-def test_shapes_that_are_unknown_are_told_at_once(flags: list[str], words: str) -> None:
+def test_what_does_not_go_with_a_shape_is_told_at_once(flags: list[str], words: str) -> None:
     with started(*flags) as server:
         assert server.process.wait(PATIENT) == 1
         server.wait_for(f"sparkdraft: .*{words}")

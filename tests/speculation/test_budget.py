@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sparkdraft.models.common.sizes import model_sizes
-from sparkdraft.speculation.budget import Budget
-from sparkdraft.speculation.costs import Reads
+from sparkdraft.speculation.budget import Batch, Budget
+from sparkdraft.speculation.costs import GRID, Curve, Reads
 from sparkdraft.speculation.survival import Floats, Ints, Kind
 from tests.fakes.counting import calls_made
 from tests.operate.forecast.described import DESCRIBED
@@ -399,13 +399,19 @@ def test_after_a_long_hold_an_unknown_kind_of_batch_is_looked_at_again_at_once()
     assert made.choose([made.open(0)], 50_000) == [0] and not made.holds(), "plain steps there are not known"
 
 
-@pytest.mark.parametrize(("chance", "pays"), [(0.9, True), (0.0, False)])
-def test_drafts_that_pay_well_pay_for_a_prompts_own_pass(chance: float, pays: bool) -> None:
-    machine = MACHINES["8b"]
-    made = budget(machine, [4])
-    assert made.pays_beside(64), "where all depths are given there is nothing to compare"
-    run(made, machine, [lambda _: flat(chance)] * 4, 0.3)
-    assert made.pays_beside(64) == pays
+def test_drafts_pay_for_a_prompts_own_pass_if_they_gain_more_than_it_costs() -> None:
+    """A plain step of 4 requests takes 4 ms with a prompt of 16 tokens as without; the prompt alone takes 4 ms too."""
+    made = budget(MACHINES["8b"], [4])
+    made.batch = batch = Batch(made.costs, (2, 0), 4, 0)
+    batch.verify = Curve(np.maximum(GRID, 16.0) / 4e3)
+    batch.num, batch.before, batch.seconds = 4, 0.0, 6e-3
+    for tokens, pays in ((9, False), (11, True)):  # 4 ms for 4, so 10 ms must write more than 10
+        batch.rate = tokens / batch.seconds
+        assert made.pays_beside(12) == pays
+    batch.rate = 11 / batch.seconds
+    assert made.pays_beside(160), "beside so long a prompt a drafted pass is a small part"
+    batch.rate = 4 / batch.seconds
+    assert not made.pays_beside(12) and not made.pays_beside(160), "a step that does not draft gains nothing"
 
 
 def test_a_plain_step_is_asked_for_where_all_draft() -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 from sparkdraft.config import EngineConfig
 from sparkdraft.drafters.base import DraftConfig
 from sparkdraft.drafters.find import DraftSource
+from sparkdraft.drafters.ngram import NGRAM_DEPTH
 from sparkdraft.engine.build import build_engine
+from sparkdraft.engine.drafting import check_depths
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.load import Opened, stored_of
 from sparkdraft.engine.machine import detect, plan_here
@@ -54,11 +56,14 @@ def random_engine(
 
 
 def open_random(config: EngineConfig, draft: DraftConfig | None = None, form: str = "") -> Opened:
-    """Return what `random_engine` makes an engine of. It is warmed up and has text if engine/load.py loads it."""
+    """Return the parts of an engine with random weights. engine/load.py makes one that is warmed up and writes text;
+    that of `random_engine` is neither."""
     model, found, source = shape(config.model), detect(config), None
     if draft:
         source = DraftSource(draft, RandomCheckpoint(draft.tensor_shapes(), found.device))
         source = source.asked(config.drafter_weights, config.draft_vocab, model)
+    most = source.caps.max_depth if source else NGRAM_DEPTH if config.ngram else 0
+    check_depths(config.num_draft, config.depths, most, bool(source))
     weights = random_checkpoint(config.model, found.device, form)
     subject = Subject.of(found, config.model, weights.config, weights.stored_bytes()[:2], "")
     return Opened(config, weights, model, source, subject, [])
