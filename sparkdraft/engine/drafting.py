@@ -126,6 +126,10 @@ class Drafting:
         """The number of drafts wanted for each request that may draft in the coming step."""
         if not self.budget or self.is_off or not requests or (self._are_quiet(requests) and self.budget.holds()):
             return {}
+        self._has_chosen = False
+        if self._cannot_gain(requests):  # then no text is searched for matches either
+            self.budget.stay_plain()
+            return {}
         depths: dict[Request, int] = {}
         free: dict[Request, int] = {}  # the slot of each request that names no depth
         for request in requests:
@@ -146,6 +150,13 @@ class Drafting:
         if free and not found and not self.matches_itself:
             self._quiet.update(r for r in requests if r in free or self._asked(r) == 0)
         return found
+
+    def _cannot_gain(self, requests: list[Request]) -> bool:
+        """Whether nobody names a depth and even certain drafts would lose in so large a batch."""
+        assert self.budget
+        if len(requests) == 1 or any(self._asked(request) for request in requests):
+            return False
+        return not self.budget.could_pay(len(requests), max(request.num_tokens for request in requests))
 
     def _are_quiet(self, requests: list[Request]) -> bool:
         """Whether the choice that none drafts holds for this batch too: hardly any request is new in it."""
@@ -183,21 +194,28 @@ class Drafting:
         """After the step: shows the drafter the committed tokens, and records what was accepted."""
         if not self.max_depth:
             return
+        if self.proposer:
+            self._show(self.proposer, batch, runner)
+        drafted = []
+        for work, accepted in zip(batch.work, num_accepted, strict=True):
+            if work.decodes:
+                self._of(work.request).stats.record(work.num_draft + work.num_refused, accepted, work.source)
+                if work.source:  # the first draft that a grammar refused counts as compared
+                    drafted.append((work.request, work.source, work.num_draft + bool(work.num_refused), accepted))
+        self._learn(drafted)
+
+    def _show(self, proposer: Proposer, batch: Batch, runner: Runner) -> None:
+        """Shows the drafter the committed tokens, or passes over those of a batch in which no draft could pay."""
         row, longest = 0, max(w.stop for w in batch.work)
-        # depths were chosen for this many requests; prompts will join them
-        decoding = sum(w.decodes for w in batch.work)
+        # depths were chosen for the decoding requests; prompts will join them
+        sizes = {decodes: sum(w.decodes or not decodes for w in batch.work) for decodes in (True, False)}
+        could_pay = {decodes: self._could_pay(max(size, 1), longest) for decodes, size in sizes.items()}
         for work in batch.work:
-            pays = self._could_pay(decoding if work.decodes else len(batch.work), longest)
-            if self.proposer and (pays or work.drafts or self._asked(work.request)):
-                self.proposer.observe(work, runner, row)
-            elif self.proposer:
-                self.proposer.pass_over(work)
+            if could_pay[work.decodes] or work.drafts or self._asked(work.request):
+                proposer.observe(work, runner, row)
+            else:
+                proposer.pass_over(work)
             row += work.num_scheduled
-        works = [(work, accepted) for work, accepted in zip(batch.work, num_accepted, strict=True) if work.decodes]
-        for work, accepted in works:
-            self._of(work.request).stats.record(work.num_draft + work.num_refused, accepted, work.source)
-        # the first draft that a grammar refused counts as compared
-        self._learn([(w.request, w.source, w.num_draft + bool(w.num_refused), accepted) for w, accepted in works])
 
     def _learn(self, steps: list[tuple[Request, str, int, int]]) -> None:
         """Shows the budget (request, source, compared drafts, accepted drafts) of one step."""

@@ -247,6 +247,9 @@ class Proposer:
     def _mark(self, work: Work, count: int, gap: bool) -> None:
         """Marks blocks: a block has a gap once one of its tokens is passed over, until its tokens are written again."""
         start, size = work.start, self.plan.block_size
+        if gap and count == 1:  # as in most steps
+            self._gaps[work.request.blocks[start // size]] = True
+            return
         if not gap and start % size and start % size + count <= size:
             return  # the step stays within a block, which keeps its mark: true for most steps
         begun = start // size if gap else -(-start // size)

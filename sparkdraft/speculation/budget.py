@@ -135,6 +135,11 @@ class Budget:
         self._pass()
         return True
 
+    def stay_plain(self) -> None:
+        """Counts a step without drafts, which was found by `could_pay`."""
+        self._until = 0
+        self._pass()
+
     def _pass(self) -> None:
         self.clock += 1
         self.balance += BUDGET * (self.batch.plain if self.batch else 0.0)

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import Batch
+from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.fakes.steps import device_steps, on_device
+from tests.models.tiny import write_tiny
 
 SAMPLED = {"temperature": 0.7, "top_p": 0.95, "top_k": 20, "presence_penalty": 1.5}
 
@@ -47,8 +49,12 @@ class HostWork(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return on_device(LLM("smollm2", device="cpu", max_seqs=16, kv_tokens=16 * 256, ngram=False, prefix_cache=False))
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("models")
+    target = write_tiny(folder / "target", "qwen3")
+    drafter = write_drafter(folder / "drafter", zlab(body()), random_tensors(body()))
+    room = {"max_seqs": 16, "kv_tokens": 16 * 256}
+    return on_device(LLM(str(target), drafter=str(drafter), device="cpu", ngram=False, prefix_cache=False, **room))
 
 
 @pytest.fixture
@@ -79,7 +85,7 @@ def per_step(llm: LLM, work: HostWork, streams: int, depth: int) -> dict[str, tu
     def add() -> None:
         nonlocal number
         params = SamplingParams(16 + 3 * (number % 5), seed=number, num_draft=depth, ignore_eos=True, **SAMPLED)
-        engine.add([100 + number % 7, *range(200, 220)], params)
+        engine.add([100 + number % 7, *range(20, 40)], params)
         number += 1
 
     for _ in range(streams):
