@@ -262,29 +262,29 @@ class Request:
     chain: list[int] = field(default_factory=list)  # the prefix cache's keys of the full blocks
     finish: FinishReason | None = None  # set by engine/output or by abort
     stop_reason: str | None = None  # what ended the text, where the finish reason does not say it (REPETITION)
+    num_prompt: int = field(init=False)
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt_ids)
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        return self.num_prompt + len(self.output_ids)
 
     @property
     def decodes(self) -> bool:
         """True if all of its tokens but the last are computed, or in steps that were launched."""
-        return len(self.prompt_ids) + len(self.output_ids) - self.num_computed <= 1
+        return self.num_prompt + len(self.output_ids) - self.num_computed <= 1
 
     @property
     def next_start(self) -> int:
         """An upper bound on the position of the first token of its next step."""
-        known = len(self.prompt_ids) + len(self.output_ids)
+        known = self.num_prompt + len(self.output_ids)
         return known - 1 + self.most_unread if known - self.num_computed <= 1 else self.num_computed
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Known ids at positions [start, stop), which may span prompt and output."""
-        border = len(self.prompt_ids)
+        border = self.num_prompt
         if stop <= border:
             return self.prompt_ids[start:stop]
         return self.prompt_ids[start:border] + self.output_ids[max(start - border, 0) : stop - border]
@@ -330,18 +330,18 @@ class Batch:
 
     work: list[Work]
     preempted: list[Request] = field(default_factory=list)
+    num_prompt_rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_prompt_rows", sum([w.num_known for w in self.work if not w.decodes]))
 
     @property
     def num_rows(self) -> int:
         return sum(w.num_scheduled for w in self.work)
 
     @property
-    def num_prompt_rows(self) -> int:
-        return sum(w.num_known for w in self.work if not w.decodes)
-
-    @property
     def decodes(self) -> bool:
-        return all(w.decodes for w in self.work)
+        return not self.num_prompt_rows
 
 
 @dataclass(frozen=True, slots=True)

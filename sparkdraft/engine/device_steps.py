@@ -88,6 +88,8 @@ class DeviceSteps:
         self._proposer, self._device, self._depths = drafting.proposer, sampler.device, drafting.choices
         self.slots = Slots(runner, drafting.proposer, RING, self._device, sampler.edits, drafting.cuts, drafting.ngram)
         self.requests: list[Request] = []  # per slot
+        self._slot_of: dict[Request, int] = {}  # made anew when they change, as is the next
+        self._slots_draw = False  # whether any of them samples or edits its logits
         self._left: list[Request] = []  # have a slot and have ended
         self._unread: deque[Launched] = deque()
         self._halfway: Halfway | None = None
@@ -176,9 +178,9 @@ class DeviceSteps:
     def launch(self, batch: Batch) -> None:
         """Launches one more step. The blocks of its requests must cover all that it may write."""
         slot_of, joined = self._place(batch)
-        prompts = [work for work in batch.work if not work.decodes]
+        prompts = [work for work in batch.work if not work.decodes] if batch.num_prompt_rows else []
         ends = [work for work in prompts if work.samples]
-        depth = self._captured(max(work.most_drafts for work in batch.work))
+        depth = self._captured(max([work.most_drafts for work in batch.work]))
         if (depth or prompts) and self._num_waiting:
             self.catch_up()
         self._send(batch, slot_of, joined)
@@ -188,7 +190,7 @@ class DeviceSteps:
         captured = self._prompt_kind(prompts, 0 if apart else len(slot_of)) if apart or not depth else None
         apart = apart and captured is not None
         size = captured.seqs if captured and not apart else self._size(len(slot_of), depth)
-        kind = StepKind(size, depth, size * (1 + depth), self._draws(slot_of, ends))
+        kind = StepKind(size, depth, size * (1 + depth), self._slots_draw)
         if depth and not needs_host:
             tokens = sum(1 + work.most_drafts for work in batch.work if work.decodes)
             kind = self._smaller(kind, tokens, bool(prompts) and not apart)
@@ -247,7 +249,7 @@ class DeviceSteps:
 
     def learn(self, read: StepRead, num_accepted: Sequence[int]) -> None:
         alone = read.batch.decodes
-        decoding = [result for result in read.results if result.work.decodes]
+        decoding = read.results if alone else [result for result in read.results if result.work.decodes]
         if self.slots.text is not None:
             self._drafting.match([(result.work.request, result.matched) for result in decoding])
         if not any(result.num_drafted for result in decoding):
@@ -265,7 +267,7 @@ class DeviceSteps:
     def forget(self, request: Request) -> None:
         self._sampler.forget(request)
         self._no_hidden.discard(request)
-        if request in self.requests and request not in self._left:
+        if request in self._slot_of and request not in self._left:
             self._left.append(request)
 
     def abandon(self) -> None:
@@ -289,10 +291,11 @@ class DeviceSteps:
         """Gives and takes slots: (the slot of each request that decodes, the work of requests that are new)."""
         if self._left:
             self._take_back()
-        known = set(self.requests)
-        joining = [work for work in batch.work if work.samples and work.request not in known]
+        slot_of = self._slot_of
+        joining = [work for work in batch.work if work.samples and work.request not in slot_of]
         decoding = [work for work in joining if work.decodes]
-        slot_of = {request: slot for slot, request in enumerate(self.requests)}
+        if decoding:  # launched steps keep the dictionary that they were given
+            slot_of = dict(slot_of)
         # Those that decode come first: the slots of a step are the first ones.
         for work in sorted(joining, key=lambda work: not work.decodes):
             if work.decodes:
@@ -305,8 +308,13 @@ class DeviceSteps:
         assert len(slot_of) == sum(work.decodes for work in batch.work), "a slot has no work in this step"
         assert len(self.requests) <= self._runner.plan.max_seqs, len(self.requests)
         if joining:
+            self._slots_changed()
             self._write(joining)
         return slot_of, decoding
+
+    def _slots_changed(self) -> None:
+        self._slot_of = {request: slot for slot, request in enumerate(self.requests)}
+        self._slots_draw = any(map(self._draws, self.requests))
 
     def _take_back(self) -> None:
         """Takes the slots of requests that have ended. The last slots move up, so that those in use are the first."""
@@ -321,12 +329,12 @@ class DeviceSteps:
         del self.requests[kept:]
         self._left.clear()
         self._most = []
+        self._slots_changed()
         self.slots.move(self._staged([holes, moved], torch.int64) if holes else None, kept)
 
     def _write(self, joining: list[Work]) -> None:
         """Fills the slots of new requests. The slot of a prompt that ends in this step is empty until then."""
-        slot_of = {request: slot for slot, request in enumerate(self.requests)}
-        requests = [work.request for work in joining]
+        slot_of, requests = self._slot_of, [work.request for work in joining]
         edited = self._sampler.edits.slots(requests) or [-1] * len(requests)
         state, floats, integers = [], [], []
         for work, edit in zip(joining, edited, strict=True):
@@ -354,7 +362,7 @@ class DeviceSteps:
         blocks."""
         slots, most = self.slots, [0] * len(slot_of)
         for work in batch.work:
-            if work.decodes:
+            if work.most_drafts:
                 most[slot_of[work.request]] = work.most_drafts
         if most != self._most:
             slots.most[: len(most)].copy_(self._staged(most, torch.int32), non_blocking=True)
@@ -367,7 +375,7 @@ class DeviceSteps:
             if known < now:
                 places += range(slot * width + known, slot * width + now)
                 blocks += request.blocks[known:now].tolist()
-            request.sent_blocks = now
+                request.sent_blocks = now
         if blocks:
             both = self._staged([places, blocks], torch.int64)
             slots.tables.view(-1)[both[0]] = both[1].int()
@@ -382,10 +390,8 @@ class DeviceSteps:
         if self._proposer:
             self._proposer.hand_over(request)
 
-    def _draws(self, slot_of: dict[Request, int], ends: list[Work]) -> bool:
-        edits = self._sampler.edits
-        requests = (*slot_of, *(work.request for work in ends))
-        return any(r.params.temperature or edits.asks(r) for r in requests)
+    def _draws(self, request: Request) -> bool:
+        return request.params.temperature > 0 or self._sampler.edits.asks(request)
 
     # ---- a step
 
@@ -453,9 +459,8 @@ class DeviceSteps:
         for work in prompts:
             end += work.num_known
             last.append(end - 1)
-        slots = {request: slot for slot, request in enumerate(self.requests)}
         rows_of_ends = [row for row, work in zip(last, prompts, strict=True) if work.samples]
-        slots_of_ends = [slots[work.request] for work in ends]
+        slots_of_ends = [self._slot_of[work.request] for work in ends]
         if captured and ends:
             spare = self._most_prompts - len(ends)
             padded = rows_of_ends + rows_of_ends[:1] * spare, slots_of_ends + [self.slots.spare] * spare

@@ -265,7 +265,8 @@ class Drafting:
         if not self.budget:
             return
         for request in requests:
-            self._of(request).stats.num_plain_steps += 1
+            kept = self._requests.get(request) or self._of(request)
+            kept.stats.num_plain_steps += 1
         if verify and requests:
             contexts = [request.num_tokens for request in requests]
             if self._wants_plain(contexts):

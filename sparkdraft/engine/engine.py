@@ -27,7 +27,7 @@ from sparkdraft.engine.pace import PromptPace
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
 from sparkdraft.engine.scheduler import Scheduler
-from sparkdraft.engine.steps import StepRead, Steps
+from sparkdraft.engine.steps import StepRead, StepResult, Steps
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
@@ -185,14 +185,18 @@ class Engine:
 
     def _commit(self, read: StepRead) -> list[StepOutput]:
         """Makes outputs of what a step wrote and advances its requests, but for those that have ended since."""
+        kept: list[StepResult] = []
         for result in read.results:
-            if result.work.samples:
-                result.work.request.least_unread -= 1
-                result.work.request.most_unread -= 1 + result.work.most_drafts
-        kept = [result for result in read.results if not result.work.request.finish]
+            work, request = result.work, result.work.request
+            if work.samples:
+                request.least_unread -= 1
+                request.most_unread -= 1 + work.most_drafts
+            if not request.finish:
+                kept.append(result)
         if len(kept) < len(read.results):  # it ran more requests than are left, so its time says nothing of them
             read.results, read.seconds, read.verify_seconds = kept, 0.0, 0.0
         outputs: list[StepOutput] = []
+        sampled: list[Request] = []
         num_accepted = [0] * len(read.results)
         for i, result in enumerate(read.results):
             work, request = result.work, result.work.request
@@ -200,15 +204,17 @@ class Engine:
                 self._outputs[request].push_prompt(work.start, result.prompt_logprobs)
             if work.samples:
                 output = self._outputs[request].push(result.ids, result.logprobs)
-                output.num_accepted = num_accepted[i] = _num_accepted(result.ids, output)
+                # All new ids but the last are drafts, or all of those that were taken if a stop cut that off.
+                output.num_accepted = num_accepted[i] = min(len(result.ids) - 1, len(output.ids))
                 # The last id is known, but its token is not computed yet. A prompt's tokens were committed at launch.
                 if count := len(output.ids) - (not work.decodes):
                     self.scheduler.commit(request, count)
                 outputs.append(output)
+                sampled.append(request)
         self.steps.learn(read, num_accepted)
         self._learn_time(read)
-        for output, result in zip(outputs, (r for r in read.results if r.work.samples), strict=True):
-            self._follow_up(output, result.work.request)
+        for output, request in zip(outputs, sampled, strict=True):
+            self._follow_up(output, request)
         if not self.scheduler.running:
             self.steps.abandon()  # what is launched holds ended requests only
         return outputs
@@ -222,11 +228,13 @@ class Engine:
         return outputs
 
     def _learn_time(self, read: StepRead) -> None:
+        if not read.seconds:
+            return
         decoding = [result for result in read.results if result.work.decodes]
         self.pace.learn(len(decoding), read.batch.num_prompt_rows, read.seconds)
         if decoding and read.batch.decodes:
-            rows = sum(1 + result.num_draft for result in decoding)
-            context = sum(result.work.request.num_tokens for result in decoding)
+            rows = sum([1 + result.num_draft for result in decoding])
+            context = sum([result.work.request.num_tokens for result in decoding])
             self.drift.learn(len(decoding), rows, context, read.seconds)
 
     @torch.inference_mode()
@@ -349,11 +357,6 @@ class Engine:
     def _take_ended(self) -> list[StepOutput]:
         ended, self._ended = self._ended, []
         return ended
-
-
-def _num_accepted(new: list[int], output: StepOutput) -> int:
-    """How many of the ids that were taken are drafts: all of 'new' but its last, or all if a stop cut that off."""
-    return min(len(new) - 1, len(output.ids))
 
 
 def _signed64(seed: int) -> int:

@@ -20,6 +20,9 @@ class Output:
         # ignore_eos.
         self.eos_ids = frozenset() if request.params.ignore_eos and not grammar else tokenizer.eos_ids
         params = request.params
+        self._end_ids = self.eos_ids | frozenset(params.stop_ids)
+        # Whether only an id or the length ends the text.
+        self._is_free = not (grammar or params.stop or params.repetition)
         self._text = Detokenizer(tokenizer, not params.keep_special, params.continues)
         self._stops = StopFinder(list(request.params.stop))
         self._repetition = params.repetition
@@ -33,10 +36,14 @@ class Output:
 
     def push(self, ids: list[int], logprobs: list[TokenLogprob] | None = None) -> StepOutput:
         """Commits new ids, up to the end of the request if it is among them."""
-        request, taken, text = self.request, [], ""
+        request, output_ids, text = self.request, self.request.output_ids, ""
+        taken: list[int] = []
         for token in ids:
-            request.output_ids.append(token)
+            output_ids.append(token)
             taken.append(token)
+            if token not in self._end_ids and len(output_ids) < request.max_output and self._is_free:
+                text += self._text.push(token)
+                continue
             request.finish = self._ends_with(token)
             ended_by_id = request.finish is FinishReason.STOP
             piece, stopped = self._until_stop("" if ended_by_id else self._text.push(token))
@@ -50,7 +57,7 @@ class Output:
             if request.finish:
                 text += "" if stopped else self._flush()
                 break
-        first = len(request.output_ids) == len(taken)
+        first = len(output_ids) == len(taken)
         return StepOutput(
             request.id,
             request.index,

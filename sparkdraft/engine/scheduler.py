@@ -275,7 +275,10 @@ class Scheduler:
 
     def _grow(self, request: Request, rows: int) -> bool:
         """Gives a request the blocks and groups that its next tokens need: all of them or none."""
-        stop = min(request.next_start + rows, self.max_context)
+        stop = request.next_start + rows
+        if stop <= len(request.blocks) * self.block_size:
+            return True
+        stop = min(stop, self.max_context)
         needed = -(-stop // self.block_size) - len(request.blocks)
         if needed <= 0:
             return True
@@ -303,6 +306,8 @@ class Scheduler:
 
     def _remember_full_blocks(self, request: Request) -> None:
         size = self.block_size
+        if request.num_computed < (len(request.chain) + 1) * size:
+            return
         for i in range(len(request.chain), request.num_computed // size):
             parent = request.chain[-1] if request.chain else ROOT
             ids = request.ids(i * size, (i + 1) * size)

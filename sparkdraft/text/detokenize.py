@@ -21,6 +21,7 @@ class Detokenizer:
         self._skip_special = skip_special
         self._begun = continues
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._within = False  # the text so far ends within a character
 
     def push(self, token: int) -> str:
         """Return the characters that this id completes: often one word, sometimes none."""
@@ -31,7 +32,11 @@ class Detokenizer:
             # A skipped token is not the first of the text.
             self._begun = not (skip and self._tokenizer.is_special(token))
             data = self._tokenizer.first_bytes(token, skip)
-        return self._decoder.decode(data)
+        if not self._within and data.isascii():
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._within = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """Return the rest: U+FFFD if the text ends within a character."""
