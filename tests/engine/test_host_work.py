@@ -112,7 +112,7 @@ def per_step(llm: LLM, work: HostWork, streams: int, depth: int) -> dict[str, tu
 
 @pytest.mark.parametrize(
     ("depth", "most"),
-    [(0, {"slots": (20, 140), "prompts": (110, 280)}), (3, {"slots": (30, 240), "prompts": (120, 350)})],
+    [(0, {"slots": (20, 100), "prompts": (110, 240)}), (3, {"slots": (26, 160), "prompts": (100, 265)})],
 )
 def test_operators_do_not_grow_with_the_streams(
     llm: LLM, work: HostWork, depth: int, most: dict[str, tuple[int, int]]
