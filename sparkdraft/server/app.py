@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -30,9 +30,9 @@ from sparkdraft.server.engine_client import EngineClient, EngineError
 from sparkdraft.server.guards import Auth, BodyLimit, Hosts, Linger, accepted_hosts, check_head
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
-from sparkdraft.server.protocol.shapes import dumps
+from sparkdraft.server.protocol.shapes import Json, dumps
 from sparkdraft.server.protocol.validation import ApiError, as_sentence, from_validation, unreadable
-from sparkdraft.server.routes import router
+from sparkdraft.server.routes import ROUTERS
 from sparkdraft.server.service import Service, as_api_error
 from sparkdraft.util.names import alike
 
@@ -45,6 +45,8 @@ WARM_UP_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}),
     ("/v1/completions", {"prompt": "Hello", "max_tokens": 12, "stream": True}),
 ]
+
+ERRORS: dict[str, Callable[[ApiError], Json]] = {}  # beginning of a path -> the body of an error; else OpenAI's
 
 
 def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True) -> FastAPI:
@@ -66,7 +68,8 @@ def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True
         responses={"4XX": {"description": "OpenAI's error object"}, "503": {"description": "Not ready, or draining"}},
     )
     app.state.service, app.state.warms_up = service, warms_up
-    app.include_router(router)
+    for router in ROUTERS:
+        app.include_router(router)
     for kind in (RequestValidationError, HTTPException, UserError, EngineError):
         app.add_exception_handler(kind, _reraise)
     return app
@@ -138,8 +141,14 @@ class Errors:
             failure = as_error(error)
             if started:
                 raise
-            answer = Response(dumps(failure.body()), failure.status, failure.headers, "application/json")
+            body = error_body(failure, scope["path"])
+            answer = Response(dumps(body), failure.status, failure.headers, "application/json")
             await answer(scope, receive, counting)
+
+
+def error_body(error: ApiError, path: str) -> Json:
+    """The error in the form of the API that the path belongs to."""
+    return next((shape(error) for prefix, shape in ERRORS.items() if path.startswith(prefix)), error.body())
 
 
 def as_error(error: Exception) -> ApiError:
@@ -172,7 +181,8 @@ def wrong_route(method: str, path: str, error: HTTPException) -> ApiError:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         return ApiError(405, f"{path} does not take {method}; use {allowed}.", headers=error.headers)
-    routes = {r.path: r for r in router.routes if isinstance(r, APIRoute) and "{" not in r.path}
+    every = [route for router in ROUTERS for route in router.routes]
+    routes = {r.path: r for r in every if isinstance(r, APIRoute) and "{" not in r.path}
     near = alike(path, routes, near=0.5)
     verb = "POST" if near and "POST" in (routes[near].methods or ()) else "GET"
     meant = f"did you mean {verb} {near}?" if near else "/openapi.json lists the routes."

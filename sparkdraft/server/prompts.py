@@ -15,8 +15,10 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import GrammarSpec, SamplingParams, UserError
 from sparkdraft.server.protocol.chat import ChatFields, ChatMessage, ChatRequest, ResponseFormat, ToolCallIn, as_json
+from sparkdraft.server.protocol.conversation import text_of
 from sparkdraft.server.protocol.sampling import ALL, SamplingFields
 from sparkdraft.server.protocol.validation import ApiError, as_sentence
+from sparkdraft.server.protocol.written import Written
 from sparkdraft.text import chat
 from sparkdraft.text.control import ChatText
 from sparkdraft.text.events import OnlyCalls, Parser, chain
@@ -38,8 +40,7 @@ USUAL_CHARS = 8  # more than a token has on average in any language; of a longer
 class ChatPrompt:
     ids: list[int]
     params: SamplingParams
-    new_parser: Callable[[], Parser]  # called once per answer
-    parallel: bool = True  # whether the answer may have several calls
+    new_text: Callable[[], Written]  # called once per answer
 
 
 class ModelText:
@@ -171,7 +172,10 @@ class ModelText:
             or bool((tools and self.tools.keep_special) or (self.reasoning and self.reasoning.keep_special)),
             continues=bool(body.continue_final_message),
         )
-        return ChatPrompt(ids, params, lambda: self._parser(text, tools), tools is None or tools.may_be_several)
+        several = tools is None or tools.may_be_several
+        return ChatPrompt(
+            ids, params, lambda: Written(self._parser(text, tools), self.eos_ids, several, self.tools.may_be_empty)
+        )
 
     def _documents(self, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "documents" in chat.variables_of(self.info.chat_template):
@@ -287,7 +291,7 @@ def before_first_user(messages: list[dict[str, Any]], text: str) -> list[dict[st
 
 def _plain(message: ChatMessage, knows_developer: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not knows_developer else message.role
-    plain: dict[str, Any] = {"role": role, "content": _text(message)}
+    plain: dict[str, Any] = {"role": role, "content": text_of(message)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
@@ -312,9 +316,3 @@ def _with_calls(messages: list[ChatMessage]) -> Iterator[ChatMessage]:
 def _num_chars(message: ChatMessage) -> int:
     content = message.content or ""
     return len(content) if isinstance(content, str) else sum(len(part.shown) for part in content)
-
-
-def _text(message: ChatMessage) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    return "".join(part.shown for part in message.content)

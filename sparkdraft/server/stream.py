@@ -24,12 +24,10 @@ from sparkdraft.server.protocol.shapes import Answer, Chunk, Json, dumps, sse
 from sparkdraft.server.protocol.validation import ApiError, unavailable
 from sparkdraft.server.service import Service, as_api_error
 
-SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # tells nginx not to buffer the stream
 ]
-DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 PING = 2.5  # seconds without an event after which a stream that has begun gets a comment, which clients skip
 
@@ -95,18 +93,20 @@ class Reply(Response):
             self.service.metrics.failed.add()
         if not self.started:
             raise failure
-        await self._end(send, failure.body())
+        await self._end(job.answer, send, *job.answer.failure(failure))
 
     async def _follow(self, job: Job, begin: float, send: Send) -> None:
         watch = Watch(self.service, job, begin)
-        pinging = asyncio.create_task(self._ping(send))
+        pinging = asyncio.create_task(self._ping(job.answer, send))
         try:
+            if self.stream and (opening := job.answer.opening(sum(map(len, job.prompts)))):
+                await self._send(job.answer, send, opening)
             async with AsyncExitStack() as stack:
                 async for events in await self._submit(job, stack):
                     kept = list(takewhile(lambda event: event.finish is not FinishReason.ABORT, events))
                     chunks = [chunk for event in kept for chunk in watch.push(event)]
                     if self.stream and chunks:
-                        await self._send(send, chunks)
+                        await self._send(job.answer, send, chunks)
                     if len(kept) < len(events):
                         raise unavailable("The server ended this request; send it again.", "aborted", 1)
         finally:
@@ -114,17 +114,17 @@ class Reply(Response):
             await asyncio.gather(pinging, return_exceptions=True)
         watch.end()
 
-    async def _ping(self, send: Send) -> None:
-        """Send comments while a stream that has begun waits for its next event."""
+    async def _ping(self, answer: Answer, send: Send) -> None:
+        """Send pings while a stream that has begun waits for its next event."""
         while self.stream:
             await asyncio.sleep(PING)
             if self.started and time.monotonic() - self._sent_at >= PING:
                 said = self.service.client.silence or "waiting for the next token"
-                await send({"type": "http.response.body", "body": f": {said}\n\n".encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": answer.ping(said), "more_body": True})
 
     async def _finish(self, job: Job, send: Send) -> None:
         if self.stream:
-            await self._end(send, *job.answer.last_chunks())
+            await self._end(job.answer, send, *job.answer.last_chunks())
         else:
             body = dumps(job.answer.whole())
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -139,15 +139,17 @@ class Reply(Response):
             streams.append(await stack.enter_async_context(aclosing(stream)))
         return streams[0] if len(streams) == 1 else await stack.enter_async_context(aclosing(merged(streams)))
 
-    async def _send(self, send: Send, chunks: Sequence[Chunk], last: bytes = b"") -> None:
+    async def _send(self, answer: Answer, send: Send, chunks: Sequence[Chunk], is_last: bool = False) -> None:
         self._sent_at = time.monotonic()
         if not self.started:
             self.started = True
-            await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        await send({"type": "http.response.body", "body": sse(chunks) + last, "more_body": not last})
+            headers = [(b"content-type", answer.media_type), *STREAM_HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = sse(chunks) + (answer.done if is_last else b"")
+        await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
-    async def _end(self, send: Send, *chunks: Chunk) -> None:
-        await self._send(send, chunks, last=DONE)
+    async def _end(self, answer: Answer, send: Send, *chunks: Chunk) -> None:
+        await self._send(answer, send, chunks, is_last=True)
 
 
 def scored(event: StepOutput) -> StepOutput:

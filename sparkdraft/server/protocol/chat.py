@@ -7,13 +7,13 @@ engine's events; its parser finds calls and reasoning in the text (text/events.p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from sparkdraft.core import REPETITION, FinishReason, StepOutput, TokenLogprob
+from sparkdraft.core import FinishReason, StepOutput, TokenLogprob
 from sparkdraft.server.protocol.sampling import Fields, MaxTokens, SamplingFields
 from sparkdraft.server.protocol.shapes import (
     Answer,
@@ -25,7 +25,8 @@ from sparkdraft.server.protocol.shapes import (
     stop_reason,
 )
 from sparkdraft.server.protocol.validation import COMPLETIONS_ONLY, ApiError, shown
-from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
+from sparkdraft.server.protocol.written import TOOL_CALLS, Written
+from sparkdraft.text.events import Content, Event, Reasoning, ToolArguments, ToolCall
 
 MAX_MESSAGES = 2000
 MAX_PARTS = 2000  # per message content
@@ -249,14 +250,10 @@ def as_json(value: Any, param: str | None = None) -> str:
 class Choice:
     """One of the n texts so far."""
 
-    parser: Parser
+    text: Written
     begun: bool = False
-    content: str = ""
-    reasoning: str = ""
-    calls: dict[int, Json] = field(default_factory=dict)
     logprobs: list[Json] = field(default_factory=list)
     finish: str | None = None
-    stop_reason: str | None = None
     # Not sent yet, because the parser holds back the text:
     waiting_logprobs: list[Json] = field(default_factory=list)
     tokens: int = 0
@@ -269,11 +266,9 @@ class ChatAnswer(Answer):
     chunk_kind = "chat.completion.chunk"
 
     eos_ids: frozenset[int]
-    new_parser: Callable[[], Parser]
+    new_text: Callable[[], Written]
     wants_logprobs: bool = False
-    parallel: bool = True  # False: only the first call counts
     old_calls: bool = False  # OpenAI's older form: function_call instead of tool_calls
-    may_be_empty: bool = False  # ToolFormat.may_be_empty
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt_rows: list[TokenLogprob | None] | None = None
 
@@ -282,27 +277,20 @@ class ChatAnswer(Answer):
     def push(self, event: StepOutput, prompt_index: int = 0) -> list[Chunk]:
         choice = self.choices.get(event.index)
         if choice is None:
-            choice = self.choices[event.index] = Choice(self.new_parser())
+            choice = self.choices[event.index] = Choice(self.new_text())
         self.prompt_rows = self.prompt_rows or event.prompt_logprobs
         self._count(choice, event)
-        events = choice.parser.feed(event.text)
-        is_cut = event.finish is FinishReason.LENGTH or event.stop_reason == REPETITION
-        if event.finish:
-            end = choice.parser.finish(is_cut)
-            events = joined([*events, *end])  # several events at once become one delta
+        events = choice.text.push(event)
         chunks: list[Chunk] = []
         if not choice.begun:
             choice.begun = True
             chunks.append(self._chunk(event.index, {"role": "assistant", "content": ""}))
-        deltas = [self._delta_chunk(event.index, delta, choice) for delta in self._deltas(choice, events)]
-        if self.may_be_empty and event.finish is FinishReason.STOP and event.ids and event.ids[-1] in self.eos_ids:
-            missing = self._deltas(choice, _missing_arguments(choice))
-            deltas += [self._delta_chunk(event.index, delta, choice) for delta in missing]
+        deltas = [self._delta_chunk(event.index, self._delta(each), choice) for each in events]
         if deltas:
             chunks += deltas
             choice.accepted_chars = 0  # the rest were markup, which is not shown
         if event.finish:
-            choice.finish, choice.stop_reason = self._finish_reason(choice, event.finish, is_cut), event.stop_reason
+            choice.finish = self._finish_reason(choice)
             chunks.append(self._chunk(event.index, {}, choice, choice.finish))
         return chunks
 
@@ -319,21 +307,16 @@ class ChatAnswer(Answer):
             rows = _without_end(event.logprobs, event, self.eos_ids)
             choice.waiting_logprobs += chat_logprobs(rows, self.tokenizer)
 
-    def _deltas(self, choice: Choice, events: list[Event]) -> Iterator[Json]:
-        for event in events:
-            match event:
-                case Content(text) if text:
-                    choice.content += text
-                    yield {"content": text}
-                case Reasoning(text) if text:
-                    choice.reasoning += text
-                    yield {"reasoning_content": text}
-                case ToolCall(index, call_id, name) if self.parallel or index == 0:
-                    choice.calls[index] = _call(call_id, name)
-                    yield self._call_delta({"index": index} | _call(call_id, name))
-                case ToolArguments(index, text) if text and index in choice.calls:
-                    choice.calls[index]["function"]["arguments"] += text
-                    yield self._call_delta({"index": index, "function": {"arguments": text}})
+    def _delta(self, event: Event) -> Json:
+        match event:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case ToolCall(index, call_id, name):
+                return self._call_delta({"index": index} | _call(call_id, name))
+            case ToolArguments(index, text):
+                return self._call_delta({"index": index, "function": {"arguments": text}})
 
     def _call_delta(self, call: Json) -> Json:
         return {"function_call": call["function"]} if self.old_calls else {"tool_calls": [call]}
@@ -353,7 +336,7 @@ class ChatAnswer(Answer):
         drafted = _drafted(choice, delta) if self.return_speculation else {}
         if choice:
             if finish:
-                body |= stop_reason(choice.stop_reason)
+                body |= stop_reason(choice.text.stop_reason)
             if choice.waiting_logprobs:
                 body["logprobs"] = {"content": choice.waiting_logprobs, "refusal": None}
             choice.logprobs += choice.waiting_logprobs
@@ -373,36 +356,21 @@ class ChatAnswer(Answer):
         return answer | self.metrics()
 
     def _whole_choice(self, index: int, choice: Choice) -> Json:
-        calls = [call for _, call in sorted(choice.calls.items())]
-        message: Json = {"role": "assistant", "content": None if calls and not choice.content else choice.content}
+        text = choice.text
+        calls = [_call(call.id, call.name, call.arguments) for _, call in sorted(text.calls.items())]
+        message: Json = {"role": "assistant", "content": None if calls and not text.content else text.content}
         message["refusal"] = None
-        if choice.reasoning:
-            message["reasoning_content"] = choice.reasoning
+        if text.reasoning:
+            message["reasoning_content"] = text.reasoning
         if calls:
             message |= {"function_call": calls[0]["function"]} if self.old_calls else {"tool_calls": calls}
         logprobs = {"content": choice.logprobs, "refusal": None} if self.wants_logprobs else None
         whole = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
-        return whole | stop_reason(choice.stop_reason)
+        return whole | stop_reason(text.stop_reason)
 
-    def _finish_reason(self, choice: Choice, finish: FinishReason, is_cut: bool) -> str:
-        """If only one call was asked for, text after it is not shown, so an answer cut there is complete."""
-        if not choice.calls:
-            return finish.value
-        if is_cut and (self.parallel or not _is_object(choice.calls[0]["function"]["arguments"])):
-            return FinishReason.LENGTH.value  # also for a call that repeats itself: no client may run it
-        return "function_call" if self.old_calls else "tool_calls"
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _missing_arguments(choice: Choice) -> list[Event]:
-    """Empty objects for calls without arguments: clients parse the arguments."""
-    return [ToolArguments(index, "{}") for index, call in choice.calls.items() if not call["function"]["arguments"]]
+    def _finish_reason(self, choice: Choice) -> str:
+        is_old = self.old_calls and choice.text.outcome == TOOL_CALLS
+        return "function_call" if is_old else choice.text.outcome
 
 
 def _drafted(choice: Choice | None, delta: Json) -> Json:
@@ -415,8 +383,8 @@ def _drafted(choice: Choice | None, delta: Json) -> Json:
     return {"tokens": choice.tokens, "accepted": choice.accepted, "accepted_chars": chars}
 
 
-def _call(call_id: str, name: str) -> Json:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+def _call(call_id: str, name: str, arguments: str = "") -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _without_end(rows: list[TokenLogprob], event: StepOutput, eos_ids: frozenset[int]) -> list[TokenLogprob]:

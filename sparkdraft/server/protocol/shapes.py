@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sparkdraft.core import StepOutput, TokenLogprob
+from sparkdraft.server.protocol.validation import ApiError
 from sparkdraft.text.tokenizer import Vocabulary
 
 Json = dict[str, Any]
@@ -66,6 +67,8 @@ class Answer(ABC):
     dropped, and `whole` is sent at the end."""
 
     chunk_kind: ClassVar[str]  # OpenAI's "object" of a chunk
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"  # the end of every stream
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
 
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
@@ -78,6 +81,19 @@ class Answer(ABC):
     return_speculation: bool = False
     tally: Tally = field(default_factory=Tally)
     _frames: dict[tuple[int, str], tuple[bytes, bytes]] = field(default_factory=dict)  # by index and name of the field
+
+    def opening(self, num_prompt: int) -> list[Chunk]:
+        """The chunks before the prompt is read; none: a stream begins with the first token, and what is refused until
+        then gets a status."""
+        return []
+
+    def ping(self, said: str) -> bytes:
+        """What keeps a stream open while nothing is written: a comment, which clients skip."""
+        return f": {said}\n\n".encode()
+
+    def failure(self, error: ApiError) -> list[Chunk]:
+        """The last chunks of a stream that fails after it has begun."""
+        return [error.body()]
 
     @abstractmethod
     def push(self, event: StepOutput, prompt_index: int = 0) -> list[Chunk]:

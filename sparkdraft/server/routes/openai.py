@@ -1,21 +1,12 @@
-"""The routes: chat, completions, models, health and metrics, token ids, and the chat page.
-
-A route checks what can be known at once. A `Reply` (stream.py) does the rest while the answer is sent. /health is for
-machines, /v1/status for people.
-"""
+"""OpenAI's routes: chat, completions and models; and vLLM's for token ids."""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
-from sparkdraft import __version__
-from sparkdraft.server.guards import RESTING
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.chat import ChatAnswer, ChatRequest, check_parts
 from sparkdraft.server.protocol.completions import (
@@ -30,14 +21,6 @@ from sparkdraft.server.service import Service, service_of
 from sparkdraft.server.stream import Job, Reply
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
-PAGE = Path(__file__).parent / "page" / "index.html"
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 router = APIRouter()
 
 
@@ -64,11 +47,9 @@ def _chat_job(text: ModelText, body: ChatRequest, name: str) -> Job:
         n=prompt.params.n,
         tokenizer=text.tokenizer,
         eos_ids=text.eos_ids,
-        new_parser=prompt.new_parser,
+        new_text=prompt.new_text,
         wants_logprobs=bool(body.logprobs),
-        parallel=prompt.parallel,
         old_calls=bool(body.functions),
-        may_be_empty=text.tools.may_be_empty,
         **body.answer_fields,
     )
     grammar_field = "tools" if body.choice in ("required", "named") else "response_format"
@@ -152,96 +133,6 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-# ---- GET /health, /metrics and /v1/status
-
-
-@router.head("/health", include_in_schema=False)
-@router.get("/health")
-async def health(request: Request) -> JSONResponse:
-    """200 when requests are answered, else 503 with the stage of loading, or with why the engine does not answer."""
-    service = service_of(request)
-    found: dict[str, Any] = {}
-    if failed := service.failed_probes:
-        found["canary"] = failed
-    if warnings := service.watchdog.warnings:
-        found["warnings"] = warnings
-    if service.ready and service.gate.closed:
-        wait = service.gate.retry_after(RESTING)
-        return JSONResponse({"status": "overloaded"} | found, status_code=503, headers={"Retry-After": str(wait)})
-    if service.ready:
-        return JSONResponse({"status": "degraded" if found else "ok"} | found)
-    wait = service.client.retry_after
-    return JSONResponse(_state(service) | found, status_code=503, headers={"Retry-After": str(wait)})
-
-
-@router.get("/metrics")
-async def metrics(request: Request) -> PlainTextResponse:
-    """Prometheus' text format; vLLM's names with the prefix sparkdraft_."""
-    service = service_of(request)
-    counted, engine = service.metrics, await service.engine_status()
-    counted.ready.set(float(service.ready))
-    counted.restarts.set(service.client.restarts)
-    counted.silence.set(service.client.pulse.silent_for)
-    if engine or service.client.state not in ("ready", "unresponsive"):  # a busy engine keeps its last values
-        counted.running.set(engine.get("running", 0))
-        counted.waiting.set(engine.get("waiting", 0))
-        counted.kv_usage.set(_kv_usage(engine))
-        counted.preemptions.set(engine.get("preemptions", 0))
-    if errors := engine.get("kv_errors"):
-        counted.coding(errors)
-    counted.canary(service.canary)
-    counted.watch(service.watchdog.alarms.values())
-    return PlainTextResponse(counted.render(), media_type="text/plain; version=0.0.4")
-
-
-@router.get("/v1/status")
-async def status(request: Request) -> dict[str, Any]:
-    """The resolved plan, every fallback with its reason, and live numbers."""
-    service = service_of(request)
-    info, engine = service.client.info, await service.engine_status()
-    return _state(service) | {
-        "version": __version__,
-        "uptime_s": round(time.time() - service.started, 1),
-        "model": service.name,
-        "names": service.config.names,
-        "restarts": service.client.restarts,
-        "silent_s": service.client.pulse.silent_for,
-        "step_s": service.client.pulse.step_for,
-        "last_error": service.last_error,
-        "source": info.model if info else service.config.engine.model,
-        "model_type": info.model_type if info else None,
-        "max_model_len": info.max_model_len if info else None,
-        "plan": info.plan if info else None,
-        "plan_facts": info.plan_facts if info else {},
-        "fallbacks": info.fallbacks if info else [],
-        "facts": service.facts,
-        "canary": service.canary,
-        "watchdog": service.watchdog.describe(),
-        "drafter": info.drafter if info else None,
-        "sampling_defaults": service.sampling if info else None,
-        "queue": {"inside": service.gate.num_inside, "capacity": service.gate.capacity},
-        "speculative_decoding": engine.pop("drafting", None),
-        "engine": engine,
-    }
-
-
-def _state(service: Service) -> dict[str, Any]:
-    done, total = service.client.progress
-    return {
-        "status": "ok" if service.ready else service.state,
-        "stage": service.stage,
-        "progress": {"done": done, "total": total},
-        "error": None if service.ready else service.last_error,
-    }
-
-
-def _kv_usage(engine: dict[str, Any]) -> float:
-    if engine.get("kv_usage") is not None:
-        return float(engine["kv_usage"])
-    total = engine.get("kv_blocks_total", 0)
-    return 1 - engine["kv_blocks_free"] / total if total else 0.0
-
-
 # ---- POST /tokenize and /detokenize, as in vLLM
 
 
@@ -290,12 +181,3 @@ def _detokenized(text: ModelText, ids: list[int]) -> Response:
 def _json(body: Json) -> Response:
     """Call it in the thread: serialising a long list takes as long as computing it."""
     return Response(dumps(body), media_type="application/json")
-
-
-# ---- GET /
-
-
-@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-async def page() -> FileResponse:
-    """The chat page: one file, which may load nothing from elsewhere."""
-    return FileResponse(PAGE, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)

@@ -1,0 +1,6 @@
+"""The routes, one file per API. A route checks what can be known at once; a `Reply` (stream.py) does the rest while the
+answer is sent."""
+
+from sparkdraft.server.routes import about, openai
+
+ROUTERS = (openai.router, about.router)
