@@ -33,6 +33,7 @@ VERBS = {
     "import": "exchange",
     "recipe": "exchange",
     "cluster": "cluster",
+    "launch": "launch",
 }  # verb -> module; a module of several verbs has an object for each
 
 
