@@ -27,7 +27,7 @@ import httpx
 from sparkdraft.cli.console import say
 from sparkdraft.core import UserError
 
-HELP = "start a coding agent (Claude Code, Codex, opencode, qwen-code) with the model of a Sparkdraft server"
+HELP = "start a coding agent (Claude Code, Codex, opencode, Copilot, qwen-code) with the model of a server"
 EXAMPLES = """examples:
   sparkdraft launch claude                                   (a server on port 8000, or a new one)
   sparkdraft launch codex --model Qwen/Qwen3-Coder-30B-A3B   (starts this model if no server runs)
@@ -120,10 +120,23 @@ def qwen(server: Server) -> Start:
     return Start(["--auth-type", "openai", "--model", server.model], variables)
 
 
+def copilot(server: Server) -> Start:
+    return Start(
+        ["--model", server.model],
+        {
+            "COPILOT_OFFLINE": "true",
+            "COPILOT_PROVIDER_BASE_URL": f"{server.url}/v1",
+            "COPILOT_PROVIDER_TYPE": "openai",
+            "COPILOT_PROVIDER_API_KEY": server.key,
+        },
+    )
+
+
 PROGRAMS = {
     "claude": Program("Claude Code", "npm install -g @anthropic-ai/claude-code", claude),
     "codex": Program("Codex", "npm install -g @openai/codex", codex),
     "opencode": Program("opencode", "npm install -g opencode-ai", opencode),
+    "copilot": Program("GitHub Copilot CLI", "npm install -g @github/copilot", copilot),
     "qwen": Program("qwen-code (Node 22 or newer)", "npm install -g @qwen-code/qwen-code", qwen),
 }
 
