@@ -89,7 +89,7 @@ def codex(server: Server) -> Start:
         "name": "Sparkdraft",
         "base_url": f"{server.url}/v1",
         "wire_api": "responses",
-        "env_key": "SPARKDRAFT_LAUNCH_KEY",
+        "env_key": "LOCAL_MODEL_KEY",
         "stream_idle_timeout_ms": 3_000_000,
     }
     settings = {
@@ -99,7 +99,7 @@ def codex(server: Server) -> Start:
         "model_auto_compact_token_limit": server.context * 4 // 5,
     }
     words = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
-    return Start([*words, "--model", server.model], {"SPARKDRAFT_LAUNCH_KEY": server.key})
+    return Start([*words, "--model", server.model], {"LOCAL_MODEL_KEY": server.key})
 
 
 def opencode(server: Server) -> Start:

@@ -1,6 +1,6 @@
 """The API as one ASGI application: routes, the middleware before them, and one place that turns errors into answers.
 
-    Linger -> Errors -> Hosts -> Auth -> BodyLimit -> a route
+    Linger -> RequestLog -> CORS -> Errors -> Hosts -> Auth -> BodyLimit -> a route
 
 Whatever the middleware or a route raises becomes OpenAI's error body in `Errors`.
 """
@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware import Middleware
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,11 +29,14 @@ from sparkdraft import __version__
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineClient, EngineError
-from sparkdraft.server.guards import Auth, BodyLimit, Hosts, Linger, accepted_hosts, check_head
+from sparkdraft.server.guards import Auth, BodyLimit, Hosts, Linger, accepted_hosts, check_head, cors_options
+from sparkdraft.server.keys import Keys
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
+from sparkdraft.server.protocol import anthropic, ollama
 from sparkdraft.server.protocol.shapes import Json, dumps
 from sparkdraft.server.protocol.validation import ApiError, as_sentence, from_validation, unreadable
+from sparkdraft.server.request_log import RequestLog, record_of
 from sparkdraft.server.routes import ROUTERS
 from sparkdraft.server.service import Service, as_api_error
 from sparkdraft.util.names import alike
@@ -46,17 +51,25 @@ WARM_UP_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "Hello", "max_tokens": 12, "stream": True}),
 ]
 
-ERRORS: dict[str, Callable[[ApiError], Json]] = {}  # beginning of a path -> the body of an error; else OpenAI's
+# beginning of a path -> the body of an error; else OpenAI's
+ERRORS: dict[str, Callable[[ApiError], Json]] = {
+    "/api/": ollama.error_body,
+    "/v1/messages": anthropic.error_body,
+}
 
 
 def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True) -> FastAPI:
     """Make the application. It owns the client: both start and stop together. warms_up: send warm-up requests first."""
     service = Service(config, client)
-    guards = [Middleware(Linger), Middleware(Errors, metrics=service.metrics)]
+    service.metrics.model_name = service.name
+    guards = [Middleware(Linger), Middleware(RequestLog, form=config.request_log)]
+    if config.origins:
+        guards.append(Middleware(CORSMiddleware, **cors_options(config.origins)))
+    guards.append(Middleware(Errors, metrics=service.metrics))
     if (accepted := accepted_hosts(config)) is not None:
         guards.append(Middleware(Hosts, accepted=accepted))
-    if config.api_key:
-        guards.append(Middleware(Auth, key=config.api_key))
+    if config.needs_key:
+        guards.append(Middleware(Auth, keys=Keys(config.api_key, config.api_keys_file)))
     guards.append(Middleware(BodyLimit, max_body=config.max_body))
     app = FastAPI(
         title="Sparkdraft",
@@ -81,9 +94,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
     async def warm_up(text: ModelText) -> None:
         if app.state.warms_up:
-            beside = create_app(service.config, service.client)
+            own: dict[str, Any] = {"request_log": "off", "log_prompts": 0}
+            own |= {"api_key": "", "api_keys_file": "", "allow_public": True}
+            beside = create_app(replace(service.config, **own), service.client)
             beside.state.service.text = text
-            await send_warm_up_requests(beside, service.config.api_key)
+            await send_warm_up_requests(beside, None)
             beside.state.service.close()
             service.client.count_anew()
 
@@ -138,10 +153,12 @@ class Errors:
             check_head(scope)
             await self.app(scope, receive, counting)
         except Exception as error:
-            failure = as_error(error)
+            failure = record_of(scope).error = as_error(error)
             if started:
                 raise
             body = error_body(failure, scope["path"])
+            if "request_id" in body:  # Anthropic's
+                body["request_id"] = record_of(scope).id
             answer = Response(dumps(body), failure.status, failure.headers, "application/json")
             await answer(scope, receive, counting)
 

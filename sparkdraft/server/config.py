@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -28,11 +29,15 @@ RANGES: dict[str, tuple[float, float, str]] = {  # of fields, and the rule in wo
     "port": (0, 65535, "between 0 (any free one) and 65535"),
     "max_queue": (0, math.inf, "0 (no request waits) or positive"),
     "max_body": (1024, math.inf, "at least 1024 bytes"),
+    "log_prompts": (0, 100_000, "between 0 (none) and 100000 characters"),
     "repetition_limit": (0, math.inf, "0 (off) or positive"),
     "drain_seconds": (0, 3600, "between 0 and 3600"),
     "hang_seconds": (0, 86400, "between 0 (no limit) and 86400"),
     "step_seconds": (0, 86400, "between 0 (no limit) and 86400"),
 }
+REQUEST_LOGS = ("off", "text", "json")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")  # as browsers send it
+USUAL_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +50,24 @@ class ServerConfig:
     api_key: str = option(
         "", "key that clients must send; set SPARKDRAFT_API_KEY instead to keep it out of `ps`", secret=True
     )
+    api_keys_file: str = option(
+        "", "TOML file with named keys and their limits, read again when it changes; docs/operations.md has its form"
+    )
     served_name: str = option("", "the model's name in requests, or several separated by commas (default: as --model)")
     allow_public: bool = option(False, "let other machines connect without a key")
     allowed_hosts: str = option(
         "",
         "host names, besides localhost, that clients may use for this server, separated by commas; '*' allows all "
         "(default: only localhost if --host is this machine, else all)",
+    )
+    cors_origins: str = option(
+        "",
+        "origins of web pages that may read this server's answers, separated by commas, such as "
+        "https://a.example,http://localhost:3000; '*' allows every page (default: none)",
+    )
+    request_log: str = option("text", "log one line per request when it ends: text, json or off")
+    log_prompts: int = option(
+        0, "also log the last characters of each prompt and the first of its answer, so many of each (0: none)"
     )
     max_queue: int = option(256, "maximum number of waiting sequences; requests beyond it get status 429")
     max_body: int = option(8 << 20, "maximum size of a request body in bytes")
@@ -88,16 +105,37 @@ class ServerConfig:
         for name, known in parsers.items():
             if getattr(self, name) not in (AUTO, *known):
                 raise UserError(f"{name} is '{getattr(self, name)}'; it must be one of auto, {', '.join(known)}")
+        if self.request_log not in REQUEST_LOGS:
+            raise UserError(f"request_log is '{self.request_log}'; it must be one of {', '.join(REQUEST_LOGS)}")
+        if self.log_prompts and self.request_log == "off":
+            raise UserError(f"log_prompts is {self.log_prompts} and request_log is off; set that to text or json")
+        for origin in self.origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                form = "whole origins without a path, such as https://a.example, or '*' alone for every page"
+                raise UserError(f"cors_origins has '{origin}'; it must be {form}")
+        if "*" in self.origins and len(self.origins) > 1:
+            raise UserError("cors_origins has '*' beside other origins; it must be '*' alone, or origins without it")
         for name in (part.strip() for part in self.allowed_hosts.split(",")):
             if "*" in name and name != "*":
                 raise UserError(f"allowed_hosts has '{name}'; it must be whole names, or '*' alone for all names")
         if not self.api_key.isascii() or self.api_key != self.api_key.strip():
             raise UserError("api_key has characters that a header cannot carry; use ASCII without spaces around it")
-        if not (self.is_local or self.api_key or self.allow_public):
+        if not (self.is_local or self.needs_key or self.allow_public):
             raise UserError(
-                f"host {self.host} is reachable from other machines and there is no api_key; "
+                f"host {self.host} is reachable from other machines and there is no api_key and no api_keys_file; "
                 "set one, or allow it with --allow-public (SPARKDRAFT_ALLOW_PUBLIC=1)"
             )
+
+    @property
+    def needs_key(self) -> bool:
+        """True if clients must send a key."""
+        return bool(self.api_key or self.api_keys_file)
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins of `cors_origins` as browsers send them: in lower case, without the scheme's usual port."""
+        given = (part.strip().lower() for part in self.cors_origins.split(","))
+        return [origin.removesuffix(USUAL_PORTS.get(origin.split(":")[0], "\n")) for origin in given if origin]
 
     @property
     def is_local(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checks before the routes: time-outs and sizes, host names, the API key, and the queue.
+"""Checks before the routes: time-outs and sizes, host names, origins, API keys, and the queue.
 
 The queue is counted here and not in the engine, so that a client is refused before anything it sent is tokenised.
 """
@@ -6,20 +6,23 @@ The queue is counted here and not in the engine, so that a client is refused bef
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
+import inspect
 import ipaddress
 import math
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparkdraft.server.config import ServerConfig
+from sparkdraft.server.keys import Key, Keys
 from sparkdraft.server.protocol.validation import ApiError, unavailable
+from sparkdraft.server.request_log import record_of
 
 CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used again
 BODY_SECONDS = 30.0  # longest wait for another byte of a body, and for a whole body in addition to BODY_RATE
@@ -31,6 +34,7 @@ HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connectio
 LINGER_SECONDS = 30.0  # for reading and dropping the rest of a refused body
 RESTING = 10  # seconds after which a client may try again while no new work is taken
 OPEN_PATHS = ("/", "/health")
+EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")  # headers that a page of a listed origin may read
 
 
 class HttpConnection(H11Protocol):
@@ -242,40 +246,71 @@ def is_this_machine(name: str) -> bool:
         return name == "localhost"
 
 
-class Auth:
-    """Middleware: a request without the key, or with a wrong one, gets 401.
+def cors_options(origins: list[str]) -> dict[str, Any]:
+    """What CORSMiddleware is to allow pages of these origins. Cookies are not among it: keys are headers."""
+    options: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+    # browsers that ask whether a page of the internet may reach a private address; older versions do not answer that
+    if "allow_private_network" in inspect.signature(CORSMiddleware).parameters:
+        options["allow_private_network"] = True
+    return options | {"expose_headers": EXPOSED}
 
-    Digests are compared in constant time, so that neither the key nor its length shows in the timing. The page and
-    /health need no key, but a wrong one is refused there too.
+
+class Auth:
+    """Middleware: a request without a key, or with a wrong one, gets 401, and one past its key's limits gets 429.
+
+    The page and /health need no key, but a wrong one is refused there too. Limits count POST requests.
     """
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app = app
-        self._digest = _digest(key.encode())
+    def __init__(self, app: ASGIApp, keys: Keys | str) -> None:
+        """keys: or the only one."""
+        self.app, self.keys = app, Keys(keys) if isinstance(keys, str) else keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self._check(scope)
-        await self.app(scope, receive, send)
+        key = self._key_of(scope) if scope["type"] == "http" else None
+        if key is None:
+            return await self.app(scope, receive, send)
+        record_of(scope).key = key.name
+        if scope["method"] == "POST" and (key.max_concurrent or key.requests_per_minute):
+            await self._count(key, scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
-        header = header_of(scope, b"authorization")
-        if header is None and scope["path"] in OPEN_PATHS:
-            return
-        scheme, _, given = (header or b"").partition(b" ")
-        right = hmac.compare_digest(_digest(given.strip()), self._digest)
-        if scheme.lower() != b"bearer" or not right:
-            what = "No API key was sent" if header is None else "The API key is wrong"
-            raise ApiError(
-                401,
-                f"{what}; send the header 'Authorization: Bearer <key>' with the key this server was started with.",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+    def _key_of(self, scope: Scope) -> Key | None:
+        """The request's key; None where none was sent and none is needed."""
+        bearer, own = header_of(scope, b"authorization"), header_of(scope, b"x-api-key")
+        if bearer is None and own is None and scope["path"] in OPEN_PATHS:
+            return None
+        scheme, _, given = (bearer or b"").partition(b" ")
+        sent = [given.strip()] if scheme.lower() == b"bearer" else []
+        sent += [own.strip()] if own is not None else []
+        key = next((found for each in sent if (found := self.keys.find(each))), None)
+        if key is None:
+            what = "No API key was sent" if bearer is own is None else "The API key is wrong"
+            headers = "'Authorization: Bearer <key>' or 'x-api-key: <key>'"
+            sentence = f"{what}; send the header {headers} with a key of this server."
+            raise ApiError(401, sentence, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return key
 
+    async def _count(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
+        self.keys.enter(key)
+        inside = True
 
-def _digest(value: bytes) -> bytes:
-    return hashlib.sha256(value).digest()
+        def leave() -> None:
+            nonlocal inside
+            if inside:
+                inside = False
+                self.keys.leave(key)
+
+        async def answer(message: Message) -> None:
+            # before the last bytes, so that a client with its answer can send the next request
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                leave()
+            await send(message)
+
+        try:
+            await self.app(scope, receive, answer)
+        finally:
+            leave()
 
 
 class Gate:

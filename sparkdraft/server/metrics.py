@@ -1,15 +1,17 @@
 """Counters, gauges and histograms in Prometheus' text format, without its library.
 
-Names are vLLM's with `sparkdraft_` in place of `vllm:`, so that a dashboard needs one substitution. What only the
-engine knows (use of the cache, waiting requests) is copied from its status on request.
+Every series has the prefix `sparkdraft_`. Those that vLLM has too are written a second time as `vllm:...`, with vLLM's
+label model_name, from the same numbers, so that dashboards and tools made for vLLM read this server unchanged. What
+only the engine knows (use of the cache, waiting requests) is copied from its status on request.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from math import isnan
-from typing import Any
+from typing import Any, TypeVar
 
 from sparkdraft.operate.canary.findings import FAILED, PASSED, SKIPPED
 from sparkdraft.server.watchdog import Alarm
@@ -17,14 +19,40 @@ from sparkdraft.server.watchdog import Alarm
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
-PREFIX = "sparkdraft_"
+PREFIX, OF_VLLM = "sparkdraft_", "vllm:"
+IN_VLLM = frozenset(  # the names that vLLM has too
+    {
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "prompt_tokens_cached_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "request_success_total",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "num_preemptions_total",
+    }
+)
+EARLIER = {"inter_token_latency_seconds": "time_per_output_token_seconds"}  # names that vLLM had before
+M = TypeVar("M", bound="Counter | Histogram")
 
 
 class Counter:
-    """A counter or a gauge, with one number per label value."""
+    """A counter or a gauge, with one number per label value. name: without a prefix."""
 
     def __init__(self, name: str, text: str, label: str = "", kind: str = "counter") -> None:
-        self.name, self.text, self.label, self.kind = PREFIX + name, text, label, kind
+        self.name, self.text, self.label, self.kind = name, text, label, kind
         self.values: dict[str, float] = {} if label else {"": 0.0}
 
     def add(self, amount: float = 1, label: str = "") -> None:
@@ -34,16 +62,18 @@ class Counter:
         """For gauges, and for counters that are copied from the engine's status or the watchdog."""
         self.values[label] = value
 
-    def lines(self) -> Iterator[str]:
-        yield from _head(self.name, self.text, self.kind)
+    def lines(self, prefix: str = PREFIX, label: str = "") -> Iterator[str]:
+        """label: one that every series gets, such as 'model_name="x"'."""
+        name = prefix + self.name
+        yield from _head(name, self.text, self.kind)
         for value, number in self.values.items():
-            labels = f'{{{self.label}="{_escaped(value)}"}}' if self.label else ""
-            yield f"{self.name}{labels} {_number(number)}"
+            own = f'{self.label}="{_escaped(value)}"' if self.label else ""
+            yield f"{name}{_labels(label, own)} {_number(number)}"
 
 
 class Histogram:
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
-        self.name, self.text, self.bounds = PREFIX + name, text, bounds
+        self.name, self.text, self.bounds = name, text, bounds
         self.counts = [0] * (len(bounds) + 1)  # the last one counts values above all bounds
         self.sum = 0.0
 
@@ -51,29 +81,46 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def lines(self) -> Iterator[str]:
-        yield from _head(self.name, self.text, "histogram")
-        below = 0
-        for bound, count in zip(self.bounds, self.counts, strict=False):
+    def lines(self, prefix: str = PREFIX, label: str = "") -> Iterator[str]:
+        name, below = prefix + self.name, 0
+        yield from _head(name, self.text, "histogram")
+        for bound, count in zip([*map(_number, self.bounds), "+Inf"], self.counts, strict=True):
             below += count
-            yield f'{self.name}_bucket{{le="{_number(bound)}"}} {below}'
-        yield f'{self.name}_bucket{{le="+Inf"}} {sum(self.counts)}'
-        yield f"{self.name}_sum {_number(self.sum)}"
-        yield f"{self.name}_count {sum(self.counts)}"
+            le = f'le="{bound}"'
+            yield f"{name}_bucket{_labels(label, le)} {below}"
+        yield f"{name}_sum{_labels(label)} {_number(self.sum)}"
+        yield f"{name}_count{_labels(label)} {below}"
+
+
+def renamed(metric: M, name: str, text: str = "") -> M:
+    """The same numbers under another name."""
+    twin = copy(metric)
+    twin.name, twin.text = name, text or metric.text
+    return twin
 
 
 class Metrics:
     def __init__(self) -> None:
+        self.model_name = ""  # the value of vLLM's label
         self.http = Counter("http_requests_total", "answers by status", "status")
         self.prompt_tokens = Counter("prompt_tokens_total", "prompt tokens of requests that began to answer")
         self.generation_tokens = Counter("generation_tokens_total", "tokens that were written")
         self.cached_tokens = Counter("prompt_tokens_cached_total", "prompt tokens that the prefix cache supplied")
+        self.looked_up = renamed(
+            self.prompt_tokens, "prefix_cache_queries_total", "prompt tokens that were looked up in the prefix cache"
+        )
+        self.found = renamed(
+            self.cached_tokens, "prefix_cache_hits_total", "prompt tokens that were found in the prefix cache"
+        )
         self.success = Counter("request_success_total", "sequences that ended, by reason", "finished_reason")
         self.aborted = Counter("request_aborted_total", "requests whose client went away")
         self.failed = Counter("request_failed_total", "requests that ended with an error after they were admitted")
         self.first_token = Histogram("time_to_first_token_seconds", "from the request to its first token", SECONDS)
         self.per_token = Histogram(
             "request_time_per_output_token_seconds", "time per token after the first, per request", TOKEN_SECONDS
+        )
+        self.between = Histogram(
+            "inter_token_latency_seconds", "between two outputs of a request that writes one text", TOKEN_SECONDS
         )
         self.latency = Histogram("e2e_request_latency_seconds", "from the request to its end", SECONDS)
         self.prompt_size = Histogram("request_prompt_tokens", "prompt tokens per request", TOKENS)
@@ -140,12 +187,25 @@ class Metrics:
                 self.watched.set(alarm.value, name)
 
     def render(self) -> str:
-        return "\n".join(line for metric in vars(self).values() for line in metric.lines()) + "\n"
+        every = [metric for metric in vars(self).values() if isinstance(metric, Counter | Histogram)]
+        lines = [line for metric in every for line in metric.lines()]
+        label = f'model_name="{_escaped(self.model_name)}"'
+        for metric in every:
+            if metric.name in IN_VLLM:
+                lines += metric.lines(OF_VLLM, label)
+            if earlier := EARLIER.get(metric.name):
+                lines += renamed(metric, earlier).lines(OF_VLLM, label)
+        return "\n".join(lines) + "\n"
 
 
 def _head(name: str, text: str, kind: str) -> Iterator[str]:
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
+
+
+def _labels(*labels: str) -> str:
+    given = ",".join(filter(None, labels))
+    return f"{{{given}}}" if given else ""
 
 
 def _number(value: float) -> str:

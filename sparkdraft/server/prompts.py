@@ -6,7 +6,7 @@ process's description. It works in a thread; stream.py runs the request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import GrammarSpec, SamplingParams, UserError
-from sparkdraft.server.protocol.chat import ChatFields, ChatMessage, ChatRequest, ResponseFormat, ToolCallIn, as_json
+from sparkdraft.server.protocol.chat import ChatFields, ChatMessage, ChatRequest, ToolCallIn
 from sparkdraft.server.protocol.conversation import text_of
 from sparkdraft.server.protocol.sampling import ALL, SamplingFields
 from sparkdraft.server.protocol.validation import ApiError, as_sentence
@@ -24,7 +24,7 @@ from sparkdraft.text.control import ChatText
 from sparkdraft.text.events import OnlyCalls, Parser, chain
 from sparkdraft.text.families import AUTO
 from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, answer_rule
-from sparkdraft.text.style import EFFORT, chat_style
+from sparkdraft.text.style import EFFORT, EFFORTS, chat_style
 from sparkdraft.text.template import PastLimit
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.text.tools import ToolFormat
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from sparkdraft.backend import ModelInfo
 
 RESERVED = {"template", "messages", "tools", "add_generation_prompt"}  # variables of the template that are fields
+HINTS = (*EFFORTS, "max")  # efforts that agents send, in order
+# By the name of a tool format: what a call begins with, in text that is to have none.
+CALL_MARKS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("hermes", "generic"), ("<tool_call>",)),
+    "qwen3_xml": ("<tool_call>", "<function="),
+    "gemma4": ("<|tool_call>",),
+    "harmony": ("<|start|>", "<|channel|>"),
+}
 USUAL_CHARS = 8  # more than a token has on average in any language; of a longer text the opening is tokenised first
 
 
@@ -140,8 +148,12 @@ class ModelText:
         knows_developer = "developer" in (self.info.chat_template or "")
         return self.tools.history([_plain(message, knows_developer) for message in _with_calls(given)])
 
-    def variables(self, given: Mapping[str, Any] | None = None, effort: str | None = None) -> dict[str, Any]:
-        """Further variables of the template: the model's own, those of an effort, and over both the request's."""
+    def variables(
+        self, given: Mapping[str, Any] | None = None, effort: str | None = None, effort_is_hint: bool = False
+    ) -> dict[str, Any]:
+        """Further variables of the template: the model's own, those of an effort, and over both the request's.
+        effort_is_hint: an effort that the model does not have becomes the nearest one, or none."""
+        effort = self._known_effort(effort) if effort_is_hint else effort
         wrong = next((name for name in given or () if name in RESERVED), None)
         if wrong:
             raise ApiError(400, f"chat_template_kwargs may not set '{wrong}'; remove it.", "chat_template_kwargs")
@@ -150,14 +162,24 @@ class ModelText:
         except UserError as error:
             raise ApiError(400, as_sentence(str(error)), EFFORT) from None
 
+    def _known_effort(self, effort: str | None) -> str | None:
+        """The effort that the model has and that is nearest to this one; None if it has none."""
+        thinking = self.style.thinking
+        if effort is None or effort in thinking.efforts or (thinking.has_efforts and not thinking.efforts):
+            return effort
+        if not (thinking.has_efforts or thinking.switch) or effort not in HINTS:
+            return None
+        known = [each for each in HINTS if each in (thinking.efforts or EFFORTS)]
+        return min(known, key=lambda each: abs(HINTS.index(each) - HINTS.index(effort)), default=None)
+
     def prompt(self, body: ChatRequest) -> ChatPrompt:
         self.check_fields(body)
         tools = Tools(self.tools, body) if body.choice != "none" else None
-        variables = self.variables(body.chat_template_kwargs, body.reasoning_effort)
+        variables = self.variables(body.chat_template_kwargs, body.reasoning_effort, body.effort_is_hint)
         if body.documents:
             variables["documents"] = self._documents(body.documents)
         rendered = self.rendered(
-            body.messages, body, tools.dicts if tools else None, tools.instructions if tools else None, variables
+            body.messages, body, tools.shown if tools else None, tools.instructions if tools else None, variables
         )
         ids = self.truncated(self.encode_chat(rendered, cuts=body.truncate_prompt_tokens is not None), body)
         text = rendered.text
@@ -220,26 +242,32 @@ class ModelText:
             return render(before_first_user(messages, instructions))
 
     def _parser(self, prompt: str, tools: Tools | None) -> Parser:
-        thoughts = self.reasoning(prompt, calls=tools is not None) if self.reasoning else None
-        parser = chain(thoughts, tools.form.parser(tools.dicts) if tools else None)
+        # Under a grammar calls begin only after the thoughts.
+        calls = tools is not None and tools.allowed is None
+        thoughts = self.reasoning(prompt, calls=calls) if self.reasoning else None
+        parser = chain(thoughts, tools.form.parser(tools.callable) if tools else None)
         return OnlyCalls(parser) if tools and not tools.is_free else parser
 
     def _grammar(self, body: ChatRequest, tools: Tools | None, prompt: str) -> GrammarSpec | None:
-        """The grammar of calls, of response_format, or of either; after the reasoning."""
-        answer = _answer_grammar(body.response_format)
+        """The grammar of calls, of the answer's text, or of either; after the reasoning."""
+        found = body.constraint()
         try:
-            rule = answer_rule(answer) if answer else ""
-            alone = after_thinking(answer, self.reasoning, prompt) if answer else None
+            rule = _answer_rule(found.spec) if found else ""
+            alone = self._after_thinking(found.spec, prompt) if found else None
         except UserError as error:
-            raise ApiError(400, as_sentence(str(error)), "response_format") from None
+            raise ApiError(400, as_sentence(str(error)), body.constraint_field) from None
         return (tools and tools.constraint(self.reasoning, prompt, rule)) or alone
 
+    def _after_thinking(self, spec: GrammarSpec, prompt: str) -> GrammarSpec:
+        if spec.kind != "lark":
+            return after_thinking(spec, self.reasoning, prompt)
+        rules = self.reasoning.answer_grammar(prompt) if self.reasoning else ""
+        return GrammarSpec("lark", f"{rules}\n{_answer_rule(spec)}\n") if rules else spec
 
-def _answer_grammar(form: ResponseFormat | None) -> GrammarSpec | None:
-    if form is None or form.type == "text":
-        return None
-    schema = form.json_schema.schema_ if form.type == "json_schema" and form.json_schema else None
-    return GrammarSpec("json_object") if schema is None else GrammarSpec("json_schema", as_json(schema))
+
+def _answer_rule(spec: GrammarSpec) -> str:
+    """Lark with a rule `answer`. A grammar that is Lark itself stands in it with names of its own."""
+    return f"answer: %lark {{\n{spec.text}\n}}" if spec.kind == "lark" else answer_rule(spec)
 
 
 class Tools:
@@ -247,21 +275,67 @@ class Tools:
 
     def __init__(self, form: ToolFormat, body: ChatRequest) -> None:
         self.form, self.dicts = form, body.tool_dicts()
-        self.is_free, self.only = body.choice == "auto", body.chosen
+        self.shown = body.shown_tools() or None  # those of the prompt
+        self.is_free, self.only, self.allowed = body.choice == "auto", body.chosen, body.allowed
         asked = body.parallel_tool_calls
         self.parallel = self.only is None and (form.parallel if asked is None else asked)
-        self.may_be_several = self.parallel or (self.is_free and asked is None)  # without a grammar the model decides
-        self.instructions = form.instructions(self.dicts, not self.is_free, self.only)
+        # without a grammar the model decides
+        self.may_be_several = self.parallel or (self.is_free and asked is None and self.allowed is None)
+        self.instructions = form.instructions(self.shown, not self.is_free, self.only) if self.shown else None
+        if self.is_free and self.allowed is not None and form.name not in CALL_MARKS:
+            sentence = f"tool_choice allowed_tools needs the mode required for this model's calls ({form.name})."
+            raise ApiError(400, sentence, "tool_choice")
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        allowed = self.allowed
+        return self.dicts if allowed is None else [each for each in self.dicts if each["function"]["name"] in allowed]
 
     def constraint(self, reasoning: ReasoningFormat | None, prompt: str, answer: str) -> GrammarSpec | None:
-        """The grammar of a required or named call. With "auto" the model decides, between calls and response_format if
-        that is given (answer: its Lark rule)."""
+        """The grammar of a required or named call, or of calls of the allowed tools. With "auto" the model decides
+        between calls and any text, or response_format if that is given (answer: its Lark rule)."""
         thinking, instead = reasoning.grammar(prompt) if reasoning else "", ""
-        if self.is_free:
-            if not answer:
-                return None
+        if self.is_free and answer:
             instead = f"{reasoning.before_answer if reasoning else ''}answer\n{answer}"
-        return self.form.constraint(self.dicts, self.only, self.parallel, thinking, instead)
+        elif self.is_free and self.allowed is None:
+            return None
+        elif self.is_free and reasoning and reasoning.before_answer:
+            instead = f"{reasoning.before_answer}free\n{self._free_text}"
+        elif self.is_free:
+            thoughts = thinking.replace("thinking:", "thoughts:", 1)
+            thinking, instead = f"thinking: {'thoughts ' * bool(thoughts)}free\n{thoughts}\n{self._free_text}", '""'
+        return self.form.constraint(self.callable, self.only, self.parallel, thinking, instead)
+
+    @property
+    def _free_text(self) -> str:
+        return free_text(CALL_MARKS[self.form.name])
+
+
+def free_text(marks: Sequence[str]) -> str:
+    """Lark with a rule `free` for any text in which none of these marks stands. All of them begin with the same
+    character and have it nowhere else.
+
+    It is made of the text between such characters, and of beginnings of a mark that do not become one: either another
+    character follows, or the text ends, or the next such character does.
+    """
+    heads = sorted({mark[:size] for mark in marks for size in range(1, len(mark))})
+    ends = {head: {mark[len(head)] for mark in marks if mark.startswith(head)} | {head[0]} for head in heads}
+    turns = "|".join(f"{_codes(head)}[^{_codes(sorted(ends[head]))}]" for head in heads)
+    return "\n".join(
+        [
+            "free: free_open | free_held",
+            'free_open: "" | free_open FREE_PLAIN | free_open FREE_TURN | free_held FREE_TURN',
+            "free_held: free_open FREE_HEAD | free_held FREE_HEAD",
+            f"FREE_PLAIN: /[^{_codes(marks[0][0])}]+/",
+            f"FREE_TURN: /{turns}/",
+            f"FREE_HEAD: /{'|'.join(map(_codes, heads))}/",
+        ]
+    )
+
+
+def _codes(letters: Iterable[str]) -> str:
+    return "".join(f"\\x{{{ord(letter):X}}}" for letter in letters)
 
 
 def _noun(param: str) -> str:

@@ -22,6 +22,7 @@ from sparkdraft.core import FinishReason, SamplingParams, StepOutput
 from sparkdraft.server.engine_client import EngineError, RequestRefused
 from sparkdraft.server.protocol.shapes import Answer, Chunk, Json, dumps, sse
 from sparkdraft.server.protocol.validation import ApiError, unavailable
+from sparkdraft.server.request_log import Record, record_of
 from sparkdraft.server.service import Service, as_api_error
 
 STREAM_HEADERS = [
@@ -56,8 +57,10 @@ class Reply(Response):
         self.service, self.stream, self.count, self.prepare, self.renders = service, stream, count, prepare, renders
         self.started = False  # whether the first byte was sent
         self._sent_at = 0.0  # when the last bytes were
+        self._record = Record()  # for the log; that of the request from the call on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._record = record_of(scope)
         gone = asyncio.create_task(_gone(receive))
         work = asyncio.create_task(self._run(send))
         try:
@@ -66,6 +69,7 @@ class Reply(Response):
                 work.result()
             else:
                 self.service.metrics.aborted.add()
+                self._record.aborted = True
         finally:
             for task in (gone, work):
                 task.cancel()
@@ -93,10 +97,12 @@ class Reply(Response):
             self.service.metrics.failed.add()
         if not self.started:
             raise failure
+        self._record.error = failure
         await self._end(job.answer, send, *job.answer.failure(failure))
 
     async def _follow(self, job: Job, begin: float, send: Send) -> None:
         watch = Watch(self.service, job, begin)
+        self._record.facts = watch.facts
         pinging = asyncio.create_task(self._ping(job.answer, send))
         try:
             if self.stream and (opening := job.answer.opening(sum(map(len, job.prompts)))):
@@ -104,6 +110,8 @@ class Reply(Response):
             async with AsyncExitStack() as stack:
                 async for events in await self._submit(job, stack):
                     kept = list(takewhile(lambda event: event.finish is not FinishReason.ABORT, events))
+                    if kept:
+                        watch.arrived()
                     chunks = [chunk for event in kept for chunk in watch.push(event)]
                     if self.stream and chunks:
                         await self._send(job.answer, send, chunks)
@@ -162,9 +170,19 @@ class Watch:
 
     def __init__(self, service: Service, job: Job, begin: float) -> None:
         self.metrics, self.job, self.begin = service.metrics, job, begin
-        self.first = 0.0
+        self.first = self.last = 0.0  # when outputs came
+        self.alone = len(job.prompts) == job.params.n == 1
+        self._num_chars, self._said = service.config.log_prompts, ""  # of the first text, for the log
         self._index = {name: i for i, name in enumerate(job.names)}  # of the prompt
         self._seen: set[int] = set()  # prompts that have begun
+        self._finishes: set[str] = set()
+
+    def arrived(self) -> None:
+        """Note the time of the next outputs."""
+        now = time.monotonic()
+        if self.alone and self.last:
+            self.metrics.between.observe(now - self.last)
+        self.last = now
 
     def push(self, event: StepOutput) -> list[Chunk]:
         prompt_index = self._index[event.request_id]
@@ -173,6 +191,8 @@ class Watch:
         event = scored(event) if self.job.scores else event
         self.job.answer.tally.num_output += len(event.ids)
         self.metrics.generation_tokens.add(len(event.ids))
+        if len(self._said) < self._num_chars and prompt_index == event.index == 0:
+            self._said += event.text
         if event.finish:
             self._end(event.finish, event.speculation)
         return self.job.answer.push(event, prompt_index)
@@ -190,6 +210,7 @@ class Watch:
 
     def _end(self, finish: FinishReason, speculation: Json | None) -> None:
         self.metrics.success.add(label=finish.value)
+        self._finishes.add(finish.value)
         if speculation:
             self.job.answer.tally.speculation.append(speculation)
             self.metrics.speculation(speculation)
@@ -199,9 +220,31 @@ class Watch:
         self.metrics.latency.observe(now - self.begin)
         self.metrics.prompt_size.observe(tally.num_prompt)
         self.metrics.output_size.observe(tally.num_output)
-        alone = len(self.job.prompts) == self.job.params.n == 1
-        if alone and tally.num_output > 1:
+        if self.alone and tally.num_output > 1:
             self.metrics.per_token.observe((now - self.first) / (tally.num_output - 1))
+
+    def facts(self) -> Json:
+        """What the log's line says of the request, also of one that was broken off."""
+        tally, prompts, seconds = self.job.answer.tally, self.job.prompts, self.last - self.first
+        speed = (tally.num_output - 1) / seconds if seconds > 0 and tally.num_output > 1 else None
+        drafted = {"drafted": "num_draft_tokens", "accepted": "num_accepted_draft_tokens"} if tally.speculation else {}
+        return {
+            "prompt_tokens": sum(map(len, prompts)),
+            "cached_tokens": tally.num_cached,
+            "output_tokens": tally.num_output,
+            "first_token_ms": round(1000 * (self.first - self.begin), 1) if self.first else None,
+            "tokens_per_second": speed and round(speed, 1),
+            **{name: sum(record[key] for record in tally.speculation) for name, key in drafted.items()},
+            "finish": ",".join(sorted(self._finishes)),
+            **(self._texts() if self._num_chars else {}),
+        }
+
+    def _texts(self) -> Json:
+        """The end of the first prompt and the beginning of its first text."""
+        token_bytes = self.job.answer.tokenizer.token_bytes
+        last = b"".join(token_bytes(token, skip_special=False) for token in self.job.prompts[0][-self._num_chars :])
+        prompt = last.decode("utf-8", "replace")[-self._num_chars :]
+        return {"prompt": prompt, "answer": self._said[: self._num_chars]}
 
 
 async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[T, None]:

@@ -281,6 +281,8 @@ def test_what_vllm_cannot_do_is_refused_or_said() -> None:
         Choices(machine="b200")
     command = exported(server={"max_body": 2048}, model=QWEN, max_step_ms=20)
     assert {"max_body", "max_step_ms"} <= {note.split(":")[0] for note in command.notes}
+    with pytest.raises(UserError, match="api_keys_file is for our own engine"):  # it would serve everybody
+        exported(server={"api_keys_file": "keys.toml"}, model=QWEN)
     with pytest.raises(UserError, match="port is 0"):
         exported(server={"port": 0}, model=QWEN)
 
@@ -303,7 +305,8 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     **{"prefix_cache": (False,), "graphs": (True,), "threads": (3,), "spec": ("off", "3"), "spec_depths": ("0,3",)},
     **{"drafter": ("none", "mtp"), "ngram": (False,), "profile": ("none",), "drafter_weights": ("fp8",)},
     **{"draft_vocab": ("ids.txt",), "count_ids": ("counts.txt",), "cut": ("off",)},
-    **{"repetition_limit": (0,)},
+    **{"repetition_limit": (0,), "api_keys_file": ("keys.toml",), "cors_origins": ("https://a.example",)},
+    **{"request_log": ("json",), "log_prompts": (9,)},
 }
 
 

@@ -724,7 +724,7 @@ def test_models_status_and_metrics(echo: Live) -> None:
     assert 'sparkdraft_kv_cache_attention_error{layer="0"} 0.5' in text
     for line in text.splitlines():
         name, value = line.rsplit(" ", 1)
-        assert line.startswith("#") or (float(value) >= 0 and name.startswith("sparkdraft_"))
+        assert line.startswith("#") or (float(value) >= 0 and name.startswith(("sparkdraft_", "vllm:")))
 
 
 def test_tokenize_and_back(echo: Live) -> None:

@@ -61,6 +61,9 @@ NOT_THERE = {  # our fields without a counterpart in vLLM, and what vLLM does in
     "hang_seconds": "an engine that hangs is not noticed",
     "step_seconds": "an engine that hangs is not noticed",
     "allow_public": "other machines may always connect without a key",
+    "cors_origins": "pages of other origins cannot read answers",
+    "request_log": "its own log has no line with a request's counts and times",
+    "log_prompts": "prompts and answers are not logged",
 }
 
 NO_PARSER = (
@@ -128,6 +131,8 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     speculation = speculate(target, engine, choices.method, notes) if "speculative-config" not in named else None
     extra = [each for each in extra if speculation or not each.name.startswith(f"--{PART}")]
     kv = named.get("kv-cache-dtype") or _kv_type(config, notes)
+    if config.api_keys_file:
+        raise UserError("api_keys_file is for our own engine: vLLM knows no named keys; leave it out and set api_key")
     if not config.port:
         raise UserError("port is 0, any free one: vLLM must be told one, such as --port 8000")
     flags: dict[str, Any] = {"host": config.host, "port": config.port}

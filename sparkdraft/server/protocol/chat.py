@@ -6,14 +6,18 @@ engine's events; its parser finds calls and reasoning in the text (text/events.p
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, model_validator
 
 from sparkdraft.core import FinishReason, StepOutput, TokenLogprob
+from sparkdraft.server.protocol.constraints import MAX_SCHEMA_BYTES as MAX_SCHEMA_BYTES
+from sparkdraft.server.protocol.constraints import ConstrainedFields, check_schema
+from sparkdraft.server.protocol.constraints import JsonSchema as JsonSchema
+from sparkdraft.server.protocol.constraints import ResponseFormat as ResponseFormat
+from sparkdraft.server.protocol.constraints import as_json as as_json
 from sparkdraft.server.protocol.sampling import Fields, MaxTokens, SamplingFields
 from sparkdraft.server.protocol.shapes import (
     Answer,
@@ -31,7 +35,6 @@ from sparkdraft.text.events import Content, Event, Reasoning, ToolArguments, Too
 MAX_MESSAGES = 2000
 MAX_PARTS = 2000  # per message content
 MAX_TOOLS = 128  # as OpenAI's
-MAX_SCHEMA_BYTES = 64 << 10
 TEXT_PARTS = ("text", "refusal")
 NOUNS = {"image": "an image", "audio": "audio", "video": "a video", "file": "a file"}  # by a word of the part's type
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -94,16 +97,30 @@ class NamedChoice(Fields):
     function: ChosenFunction
 
 
-class JsonSchema(Fields):
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    # accepted because OpenAI's clients send it; answers follow the schema with and without it
-    strict: bool | None = None
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class ResponseFormat(Fields):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+class AllowedChoice(Fields):
+    """Some of the tools may be called, while the prompt shows all of them, so that it begins as before."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _form_of_choice(choice: Any) -> str:
+    """The form that is meant, by its type, so that a mistake is reported in its words."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else getattr(choice, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[NamedChoice, Tag("named")] | Annotated[AllowedChoice, Tag("allowed")], Discriminator(_form_of_choice)
+    ]
+)
 
 
 class ChatFields(Fields):
@@ -124,7 +141,7 @@ class ChatFields(Fields):
             raise ApiError(400, f"{field} needs a last message of text, and the last one has tool calls.", field)
 
 
-class ChatRequest(ChatFields, SamplingFields):
+class ChatRequest(ChatFields, ConstrainedFields):
     refused: ClassVar[Mapping[str, str]] = COMPLETIONS_ONLY
     names: ClassVar[Mapping[str, str]] = {**SamplingFields.names, "logprobs": "top_logprobs"}
 
@@ -132,9 +149,8 @@ class ChatRequest(ChatFields, SamplingFields):
     max_completion_tokens: MaxTokens | None = Field(None, description="-1: up to the end of the context")
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="OpenAI's older form of tools; the answer then has function_call instead of tool_calls"
@@ -144,6 +160,28 @@ class ChatRequest(ChatFields, SamplingFields):
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = Field(
         None, description="for chat templates that look at documents"
     )
+
+    # Set by the code of other protocols and not part of a body, see the properties of these names.
+    _deferred_tools: frozenset[str] = PrivateAttr(frozenset())
+    _effort_is_hint: bool = PrivateAttr(False)
+
+    @property
+    def deferred_tools(self) -> frozenset[str]:
+        """Names of tools that the prompt does not show. They can be called: the parser and grammars know them."""
+        return self._deferred_tools
+
+    @deferred_tools.setter
+    def deferred_tools(self, names: Iterable[str]) -> None:
+        self._deferred_tools = frozenset(names)
+
+    @property
+    def effort_is_hint(self) -> bool:
+        """True if the model takes the nearest effort that it knows, or none, instead of refusing the request."""
+        return self._effort_is_hint
+
+    @effort_is_hint.setter
+    def effort_is_hint(self, value: bool) -> None:
+        self._effort_is_hint = value
 
     @model_validator(mode="after")
     def _functions_as_tools(self) -> Self:
@@ -176,17 +214,31 @@ class ChatRequest(ChatFields, SamplingFields):
 
     @property
     def choice(self) -> str:
-        """'none', 'auto', 'required', or 'named' with the name in `chosen`."""
+        """'none', 'auto', 'required', or 'named' with the name in `chosen`. `allowed` may leave some tools out."""
         if not self.tools:
             return "none"
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode
         return "named" if isinstance(self.tool_choice, NamedChoice) else self.tool_choice or "auto"
 
     @property
     def chosen(self) -> str | None:
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
 
+    @property
+    def allowed(self) -> frozenset[str] | None:
+        """Names of the tools that may be called; None: all of them."""
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return None
+        return frozenset(tool.function.name for tool in self.tool_choice.allowed_tools.tools)
+
     def tool_dicts(self) -> list[dict[str, Any]]:
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the prompt shows."""
+        shown = [tool for tool in self.tools or [] if tool.function.name not in self.deferred_tools]
+        return [tool.model_dump(exclude_none=True) for tool in shown]
 
     def check(self) -> None:
         check_parts(self.messages)
@@ -199,25 +251,18 @@ class ChatRequest(ChatFields, SamplingFields):
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ApiError(400, f"{choice} asks for a call and there are no {tools}; send {tools}.", choice)
         names = [tool.function.name for tool in self.tools or []]
-        if self.chosen is not None and self.chosen not in names:
-            raise ApiError(400, f"{choice} names '{self.chosen}'; the {tools} are {', '.join(names[:8])}.", choice)
+        chosen = {self.chosen} if self.chosen is not None else self.allowed or set()
+        if unknown := sorted(chosen - set(names)):
+            raise ApiError(400, f"{choice} names '{unknown[0]}'; the {tools} are {', '.join(names[:8])}.", choice)
         if len(set(names)) < len(names):
             raise ApiError(400, f"Two {tools} have the same name; give each its own.", tools)
-        self._check_schemas()
-
-    def _check_schemas(self) -> None:
-        form = self.response_format
-        if form and form.type == "json_schema" and not (form.json_schema and form.json_schema.schema_ is not None):
-            sentence = "response_format is json_schema and has no json_schema.schema; send the schema."
-            raise ApiError(400, sentence, "response_format")
-        schemas = {"tools": [t.function.parameters for t in self.tools or []]}
-        if form and form.json_schema:
-            schemas["response_format"] = [form.json_schema.schema_]
-        for param, values in schemas.items():
-            size = max((len(as_json(value, param)) for value in values if value), default=0)
-            if size > MAX_SCHEMA_BYTES:
-                sentence = f"A schema has {size:,} bytes and {MAX_SCHEMA_BYTES:,} is the limit; shorten it."
-                raise ApiError(400, sentence, param)
+        for tool in self.tools or []:
+            if tool.function.parameters:
+                check_schema(tool.function.parameters, "tools")
+        self.check_constraint()
+        field = self.constraint_field
+        if field not in (None, "response_format") and self.choice in ("required", "named"):
+            raise ApiError(400, f"{field} constrains the text and {choice} asks for a call; send only one.", field)
 
 
 def check_parts(messages: Sequence[ChatMessage]) -> None:
@@ -237,15 +282,6 @@ def check_parts(messages: Sequence[ChatMessage]) -> None:
                 raise ApiError(400, f"{place} is of type text and has no text; send one.", place)
 
 
-def as_json(value: Any, param: str | None = None) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"A schema is not plain JSON: {error}.", param) from None
-    except RecursionError:
-        raise ApiError(400, "A schema is nested too deeply to be read; flatten it, or refer to $defs.", param) from None
-
-
 @dataclass(slots=True)
 class Choice:
     """One of the n texts so far."""
@@ -253,9 +289,11 @@ class Choice:
     text: Written
     begun: bool = False
     logprobs: list[Json] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     finish: str | None = None
     # Not sent yet, because the parser holds back the text:
     waiting_logprobs: list[Json] = field(default_factory=list)
+    waiting_ids: list[int] = field(default_factory=list)
     tokens: int = 0
     accepted: int = 0
     accepted_chars: int = 0
@@ -269,6 +307,7 @@ class ChatAnswer(Answer):
     new_text: Callable[[], Written]
     wants_logprobs: bool = False
     old_calls: bool = False  # OpenAI's older form: function_call instead of tool_calls
+    prompt_ids: list[int] = field(default_factory=list)  # for return_token_ids
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt_rows: list[TokenLogprob | None] | None = None
 
@@ -284,7 +323,9 @@ class ChatAnswer(Answer):
         chunks: list[Chunk] = []
         if not choice.begun:
             choice.begun = True
-            chunks.append(self._chunk(event.index, {"role": "assistant", "content": ""}))
+            is_first = len(self.choices) == 1
+            first = self._chunk(event.index, {"role": "assistant", "content": ""})
+            chunks.append(first | (self._prompt_token_ids() if is_first else {}))
         deltas = [self._delta_chunk(event.index, self._delta(each), choice) for each in events]
         if deltas:
             chunks += deltas
@@ -294,11 +335,17 @@ class ChatAnswer(Answer):
             chunks.append(self._chunk(event.index, {}, choice, choice.finish))
         return chunks
 
-    def last_chunks(self) -> list[Json]:
+    def last_chunks(self) -> list[Chunk]:
         drafted = _drafted(None, {}) if self.return_speculation else {}
-        return [chunk | drafted for chunk in Answer.last_chunks(self)]
+        return [chunk | drafted for chunk in self.usage_chunks()]
+
+    def _prompt_token_ids(self) -> Json:
+        return {"prompt_token_ids": self.prompt_ids} if self.return_token_ids else {}
 
     def _count(self, choice: Choice, event: StepOutput) -> None:
+        if self.return_token_ids:
+            choice.ids += event.ids
+            choice.waiting_ids += event.ids
         choice.tokens += len(event.ids)
         choice.accepted += event.num_accepted
         if self.return_speculation:
@@ -333,6 +380,8 @@ class ChatAnswer(Answer):
     def _chunk(self, index: int, delta: Json, choice: Choice | None = None, finish: str | None = None) -> Json:
         """A chunk with what waits in 'choice'."""
         body: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        if self.return_token_ids:
+            body["token_ids"] = choice.waiting_ids if choice else []
         drafted = _drafted(choice, delta) if self.return_speculation else {}
         if choice:
             if finish:
@@ -340,7 +389,7 @@ class ChatAnswer(Answer):
             if choice.waiting_logprobs:
                 body["logprobs"] = {"content": choice.waiting_logprobs, "refusal": None}
             choice.logprobs += choice.waiting_logprobs
-            choice.waiting_logprobs, choice.tokens, choice.accepted = [], 0, 0
+            choice.waiting_logprobs, choice.waiting_ids, choice.tokens, choice.accepted = [], [], 0, 0
         return self.chunk(body, drafted, is_last=finish is not None)
 
     def all_ended(self) -> bool:
@@ -350,7 +399,7 @@ class ChatAnswer(Answer):
 
     def whole(self) -> Json:
         choices = [self._whole_choice(index, choice) for index, choice in sorted(self.choices.items())]
-        answer = self.frame("chat.completion", choices) | {"usage": self.tally.usage()}
+        answer = self.frame("chat.completion", choices) | self._prompt_token_ids() | {"usage": self.tally.usage()}
         if self.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self.prompt_rows or [], self.prompt_logprobs, self.tokenizer)
         return answer | self.metrics()
@@ -366,6 +415,8 @@ class ChatAnswer(Answer):
             message |= {"function_call": calls[0]["function"]} if self.old_calls else {"tool_calls": calls}
         logprobs = {"content": choice.logprobs, "refusal": None} if self.wants_logprobs else None
         whole = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        if self.return_token_ids:
+            whole["token_ids"] = choice.ids
         return whole | stop_reason(text.stop_reason)
 
     def _finish_reason(self, choice: Choice) -> str:

@@ -14,7 +14,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from sparkdraft.core import StepOutput, TokenLogprob
 from sparkdraft.server.protocol.chat import ChatFields, Messages, Tools
-from sparkdraft.server.protocol.sampling import Fields, SamplingFields, TokenId
+from sparkdraft.server.protocol.constraints import ConstrainedFields
+from sparkdraft.server.protocol.sampling import Fields, TokenId
 from sparkdraft.server.protocol.shapes import (
     Answer,
     Chunk,
@@ -50,7 +51,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(ConstrainedFields):
     refused: ClassVar[Mapping[str, str]] = CHAT_ONLY
 
     prompt: Prompt
@@ -81,6 +82,7 @@ class CompletionRequest(SamplingFields):
             sentence = "max_tokens is 0, which scores the prompt and needs echo; set echo to true, or ask for more."
             raise ApiError(400, sentence, "max_tokens")
         self.check_sampling(logprobs=self.logprobs)
+        self.check_constraint()
         count = (self.n or 1) * len(self.prompts)
         if count > MAX_PROMPTS:
             raise ApiError(400, f"n times the prompts is {count} and {MAX_PROMPTS} is the limit; ask for fewer.", "n")
@@ -120,6 +122,7 @@ class Text:
     rows: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # where each of these tokens begins in the text
     num_chars: int = 0  # of these tokens
+    ids: list[int] = field(default_factory=list)  # for return_token_ids
     finish: str | None = None
     stop_reason: str | None = None
 
@@ -136,10 +139,10 @@ class CompletionAnswer(Answer):
 
     def push(self, event: StepOutput, prompt_index: int = 0) -> list[Chunk]:
         index = prompt_index * self.n + event.index
-        text, rows = event.text, []
+        text, rows, is_first = event.text, [], index not in self.texts
         if event.prompt_logprobs:
             self.prompt_rows[prompt_index] = event.prompt_logprobs
-        if index not in self.texts:
+        if is_first:
             self.texts[index] = Text(Detokenizer(self.tokenizer, continues=not self.echo))
             if self.echo:
                 prompt, ids = self.prompts[prompt_index]
@@ -148,13 +151,22 @@ class CompletionAnswer(Answer):
                 rows = list(zip(ids, told or [None] * len(ids), strict=False))
         choice = self.texts[index]
         choice.text += text
+        choice.ids += event.ids if self.return_token_ids else []
         rows += [(row.id, row) for row in event.logprobs or []]  # clients count on one per token, the end included
         choice.finish, choice.stop_reason = event.finish.value if event.finish else None, event.stop_reason
-        if not (text or rows or event.finish or self.return_speculation):
+        if not (text or rows or event.finish or self.return_speculation or self.return_token_ids):
             return []
         if self.text_is_all and self.logprobs is None and not event.finish:
             return [self.text_chunk(index, "text", text)]
-        return [self._chunk(index, event, text, self._logprobs(choice, rows))]
+        token_ids = self._token_ids(event.ids, prompt_index if is_first else None)
+        return [self._chunk(index, event, text, self._logprobs(choice, rows), token_ids)]
+
+    def _token_ids(self, ids: list[int], prompt_index: int | None) -> Json:
+        """vLLM's fields of a choice, if they were asked for: its ids, and at first those of its prompt."""
+        if not self.return_token_ids:
+            return {}
+        prompt = {} if prompt_index is None else {"prompt_token_ids": self.prompts[prompt_index][1]}
+        return {"token_ids": ids} | prompt
 
     def text_choice(self, index: int, name: str, text: str) -> Json:
         return {"index": index, name: text, "logprobs": None, "finish_reason": None}
@@ -177,9 +189,9 @@ class CompletionAnswer(Answer):
         mark = self.tokenizer.token_bytes(token, skip_special=False).decode("utf-8", "replace")
         return mark if choice.text.startswith(mark, choice.num_chars) else ""
 
-    def _chunk(self, index: int, event: StepOutput, text: str, logprobs: Json | None) -> Json:
+    def _chunk(self, index: int, event: StepOutput, text: str, logprobs: Json | None, token_ids: Json) -> Json:
         choice = self.texts[index]
-        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
+        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish} | token_ids
         drafted = {"tokens": len(event.ids), "accepted": event.num_accepted}
         if self.return_speculation:
             drafted["accepted_chars"] = accepted_chars(event, self.tokenizer)
@@ -197,5 +209,6 @@ class CompletionAnswer(Answer):
             if self.prompt_logprobs is not None:
                 rows = self.prompt_rows.get(index // self.n, [])
                 body["prompt_logprobs"] = prompt_logprobs(rows, self.prompt_logprobs, self.tokenizer)
+            body |= self._token_ids(choice.ids, index // self.n)
             choices.append(body | stop_reason(choice.stop_reason))
         return self.frame("text_completion", choices) | {"usage": self.tally.usage()} | self.metrics()

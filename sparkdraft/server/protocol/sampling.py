@@ -89,6 +89,7 @@ class SamplingFields(Fields):
         None, description="keep only the last tokens of the prompt; -1: as many as fit"
     )
     repetition_detection: RepetitionDetection | None = None
+    return_token_ids: bool | None = Field(None, description="the ids of the prompt and of every text")
 
     # ours
     repetition_limit: Count | None = Field(None, description="tokens of repetition that end a text; 0: none does")
@@ -115,6 +116,7 @@ class SamplingFields(Fields):
             "include_usage": usage,
             "usage_in_each": usage and bool(stream.continuous_usage_stats),
             "return_speculation": bool(self.return_speculation),
+            "return_token_ids": bool(self.return_token_ids),
         }
 
     @property

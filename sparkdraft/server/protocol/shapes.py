@@ -79,6 +79,7 @@ class Answer(ABC):
     include_usage: bool = False  # in chunks, as are the next two
     usage_in_each: bool = False
     return_speculation: bool = False
+    return_token_ids: bool = False
     tally: Tally = field(default_factory=Tally)
     _frames: dict[tuple[int, str], tuple[bytes, bytes]] = field(default_factory=dict)  # by index and name of the field
 
@@ -120,7 +121,8 @@ class Answer(ABC):
     @property
     def text_is_all(self) -> bool:
         """True if chunks of a text differ in nothing but that text, as long as it goes on and without logprobs."""
-        return not (self.return_speculation or (self.include_usage and self.usage_in_each))
+        in_each = self.include_usage and self.usage_in_each
+        return not (self.return_speculation or self.return_token_ids or in_each)
 
     @abstractmethod
     def text_choice(self, index: int, name: str, text: str) -> Json:
@@ -136,8 +138,12 @@ class Answer(ABC):
             frame = self._frames[index, name] = before, after
         return frame[0] + dumps(text) + frame[1]
 
-    def last_chunks(self) -> list[Json]:
-        """The chunks after all texts: the usage, if it was asked for."""
+    def last_chunks(self) -> list[Chunk]:
+        """The chunks after all texts."""
+        return [*self.usage_chunks()]
+
+    def usage_chunks(self) -> list[Json]:
+        """The usage, if it was asked for."""
         last = self.frame(self.chunk_kind, []) | {"usage": self.tally.usage()}
         return [last | self.metrics()] if self.include_usage else []
 

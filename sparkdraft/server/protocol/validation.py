@@ -164,8 +164,6 @@ def _path(error: Mapping[str, Any], body: Any) -> str:
     return path
 
 
-SCHEMA = "use response_format with the type json_schema, in /v1/chat/completions"
-PATTERN = f"{SCHEMA} and a string with a pattern"
 TOOLS = "use tools with tool_choice, in /v1/chat/completions"
 BIAS = "use logit_bias"
 LEAVE = "leave it out"
@@ -176,17 +174,14 @@ INSTEAD = {  # fields of OpenAI, vLLM, llama.cpp and SGLang
     **dict.fromkeys(("audio", "modalities"), TEXT),
     "verbosity": "ask for a short or a long answer in a message",
     "web_search_options": "use tools, and search yourself",
-    **dict.fromkeys(("guided_json", "structured_outputs", "json_schema"), SCHEMA),
-    "guided_choice": f"{SCHEMA} and an enum of the choices",
-    **dict.fromkeys(("guided_regex", "regex"), PATTERN),
-    **dict.fromkeys(("guided_grammar", "grammar", "ebnf", "kv_transfer_params", "vllm_xargs"), LEAVE),
+    **dict.fromkeys(("guided_whitespace_pattern", "kv_transfer_params", "vllm_xargs"), LEAVE),
     "structural_tag": TOOLS,
     **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), BIAS),
     "use_beam_search": "use n and choose yourself",
     "include_stop_str_in_output": "append the stop string yourself",
     "include_reasoning": "leave it out and drop reasoning_content yourself",
     "separate_reasoning": "leave it out and put reasoning_content before the text yourself",
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "use /tokenize"),
+    "return_tokens_as_token_ids": "use return_token_ids",
     **dict.fromkeys(("prompt_embeds", "input_embeds"), "send text or token ids"),
     "chat_template": "put the file into the model's folder as chat_template.jinja",
     "cache_salt": "start the server with --no-prefix-cache",
@@ -203,17 +198,15 @@ COMPLETIONS_ONLY = {
     "echo": "use /v1/completions",
     "suffix": "write the text around the gap into a message",
 }
-CHAT_ONLY = dict.fromkeys(("response_format", "tools", "functions", "documents"), "use /v1/chat/completions")
+CHAT_ONLY = dict.fromkeys(("tools", "functions", "documents"), "use /v1/chat/completions")
 # Values that change nothing, in addition to null, false, "", [] and {}. Clients send them as their defaults.
 OFF: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
-    "response_format": ({"type": "text"},),
     **dict.fromkeys(("n_predict", "top_n_sigma"), (-1,)),
     **dict.fromkeys(("n_probs", "mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (0,)),
     **dict.fromkeys(("best_of", "repeat_penalty", "typical_p", "tfs_z"), (1,)),
 }
-SCHEMAS = ("guided_json", "json_schema")  # here {} is a constraint: any JSON
 ON_BY_DEFAULT = ("include_reasoning", "separate_reasoning")  # here false is what changes the answer
 
 
@@ -230,6 +223,4 @@ def _matters(name: str, value: Any) -> bool:
     """True if a value changes the answer."""
     if name in ON_BY_DEFAULT:
         return value is False
-    if value == {}:
-        return name in SCHEMAS
-    return value is not None and value is not False and value not in ("", []) and value not in OFF.get(name, ())
+    return value is not None and value is not False and value not in ("", [], {}) and value not in OFF.get(name, ())

@@ -8,6 +8,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from sparkdraft.server.prompts import ModelText
+from sparkdraft.server.protocol.anthropic import model_list
 from sparkdraft.server.protocol.chat import ChatAnswer, ChatRequest, check_parts
 from sparkdraft.server.protocol.completions import (
     CompletionAnswer,
@@ -50,9 +51,10 @@ def _chat_job(text: ModelText, body: ChatRequest, name: str) -> Job:
         new_text=prompt.new_text,
         wants_logprobs=bool(body.logprobs),
         old_calls=bool(body.functions),
+        prompt_ids=prompt.ids,
         **body.answer_fields,
     )
-    grammar_field = "tools" if body.choice in ("required", "named") else "response_format"
+    grammar_field = "tools" if body.choice in ("required", "named") else body.constraint_field or "tools"
     return Job(answer, [prompt.ids], prompt.params, grammar_field)
 
 
@@ -76,6 +78,8 @@ def _completion_job(text: ModelText, body: CompletionRequest, name: str) -> Job:
     echo, wanted = bool(body.echo), [body.prompt_logprobs, body.logprobs if body.echo else None]
     most = max((count for count in wanted if count is not None), default=None)
     given: dict[str, Any] = {"continues": True, "logprobs": body.logprobs, "prompt_logprobs": most}
+    constraint = body.constraint()
+    given["grammar"] = constraint and constraint.spec
     params = body.sampling(text.sampling, DEFAULT_TOKENS, text.repetition_limit, **given)
     as_sent = body.truncate_prompt_tokens is None
     shown = [
@@ -92,7 +96,7 @@ def _completion_job(text: ModelText, body: CompletionRequest, name: str) -> Job:
         logprobs=body.logprobs,
         **body.answer_fields,
     )
-    return Job(answer, ids, params, scores=body.scores)
+    return Job(answer, ids, params, body.constraint_field, scores=body.scores)
 
 
 def _prompt_ids(text: ModelText, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
@@ -110,7 +114,10 @@ def _prompt_ids(text: ModelText, body: CompletionRequest, prompt: str | list[int
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """The model that is served, under each of its names."""
-    service = service_of(request)
+    service, info = service_of(request), service_of(request).client.info
+    if "anthropic-version" in request.headers:  # Anthropic's clients ask at the same address for another form
+        created = info.created if info else int(service.started)
+        return model_list(service.config.names, created, info.max_model_len if info else None)
     return {"object": "list", "data": [_card(service, name) for name in service.config.names]}
 
 
