@@ -24,6 +24,7 @@ from sparkdraft.server.guards import Gate
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.validation import ApiError, as_sentence, unavailable
+from sparkdraft.server.response_store import ResponseStore
 from sparkdraft.server.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Service:
         self.metrics = Metrics()
         self.gate = Gate(config.max_queue)
         self.watchdog = Watchdog(self)
+        self.responses = ResponseStore()  # of the Responses API
         self.started = time.time()
         self.draining = False
         self.text: ModelText | None = None  # made by follow()

@@ -19,22 +19,12 @@ from sparkdraft.server.protocol.shapes import Json
 from sparkdraft.server.protocol.validation import ApiError
 from sparkdraft.server.protocol.written import Written
 from sparkdraft.server.request_log import record_of
-from sparkdraft.server.response_store import ResponseStore, Stored
+from sparkdraft.server.response_store import Stored
 from sparkdraft.server.service import Service, service_of
 from sparkdraft.server.stream import Job, Reply
 from sparkdraft.text.events import OnlyCalls
 
 router = APIRouter()
-
-
-def store_of(request: Request) -> ResponseStore:
-    """The application's store; the first request makes it."""
-    state = request.app.state
-    if not hasattr(state, "responses"):
-        state.responses = ResponseStore()
-    store = state.responses
-    assert isinstance(store, ResponseStore)
-    return store
 
 
 def owner_of(request: Request) -> str:
@@ -71,7 +61,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 def _asked(body: ResponsesRequest, request: Request, service: Service) -> Asked:
-    store, owner = store_of(request), owner_of(request)
+    store, owner = service_of(request).responses, owner_of(request)
     before = None
     if body.previous_response_id is not None:
         before = store.find(owner, body.previous_response_id)
@@ -153,7 +143,7 @@ async def stored_response(name: str, request: Request, stream: bool = False) -> 
 
 @router.delete("/v1/responses/{name}")
 async def delete_response(name: str, request: Request) -> dict[str, Any]:
-    if not store_of(request).delete(owner_of(request), name):
+    if not service_of(request).responses.delete(owner_of(request), name):
         raise _not_found(f"Response with id '{name[:100]}'")
     return {"id": name, "object": "response", "deleted": True}
 
@@ -180,7 +170,7 @@ async def input_items(
 
 
 def _stored(name: str, request: Request) -> Stored:
-    found = store_of(request).find(owner_of(request), name)
+    found = service_of(request).responses.find(owner_of(request), name)
     if found is None:
         raise _not_found(f"Response with id '{name[:100]}'")
     return found
