@@ -178,9 +178,9 @@ async def _serve(config: ServerConfig, client: EngineClient) -> None:
     listener = listen(config)
     address = address_of(listener)
     say(f"sparkdraft {__version__} serves {config.names[0]}; press ctrl-c to stop")
-    say(f"  API   {address}/v1" + ("  (an API key is required)" if config.api_key else ""))
+    say(f"  API   {address}/v1" + ("  (an API key is required)" if config.needs_key else ""))
     say(f"  chat  {address}/")
-    if not (config.is_local or config.api_key):
+    if not (config.is_local or config.needs_key):
         say("  note: other machines can reach this, and there is no key")
     await Server(create_app(config, client), config).run_on(listener, narrate)
 

@@ -26,6 +26,7 @@ from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol import shapes
 from sparkdraft.server.protocol.chat import ChatAnswer
 from sparkdraft.server.protocol.completions import CompletionAnswer
+from sparkdraft.server.protocol.written import Written
 from sparkdraft.text.events import chain
 from tests.fakes import ByteTokenizer
 from tests.server.conftest import FakeClient
@@ -165,7 +166,7 @@ def test_a_chunk_of_text_is_what_encoding_it_whole_gives(
     text: str, model: str, index: int, usage: bool, name: str
 ) -> None:
     common: dict[str, Any] = {"id": "x", "model": model, "n": 1, "tokenizer": ByteTokenizer(), "include_usage": usage}
-    chat = ChatAnswer(**common, eos_ids=frozenset(), new_parser=lambda: chain(None, None))
+    chat = ChatAnswer(**common, eos_ids=frozenset(), new_text=lambda: Written(chain(None, None), frozenset()))
     completion = CompletionAnswer(**common, prompts=[])
     for answer, field in ((chat, name), (completion, "text")):
         whole = shapes.sse([answer.chunk(answer.text_choice(index, field, text), {}, is_last=False)])

@@ -49,7 +49,7 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> PlainTextResponse:
-    """Prometheus' text format; vLLM's names with the prefix sparkdraft_."""
+    """Prometheus' text format; vLLM's names, and the same and more with the prefix sparkdraft_."""
     service = service_of(request)
     counted, engine = service.metrics, await service.engine_status()
     counted.ready.set(float(service.ready))
