@@ -88,8 +88,8 @@ class DeviceSteps:
         self._proposer, self._device, self._depths = drafting.proposer, sampler.device, drafting.choices
         self.slots = Slots(runner, drafting.proposer, RING, self._device, sampler.edits, drafting.cuts, drafting.ngram)
         self.requests: list[Request] = []  # per slot
-        self._slot_of: dict[Request, int] = {}  # made anew when they change, as is the next
-        self._slots_draw = False  # whether any of them samples or edits its logits
+        self._slot_of: dict[Request, int] = {}  # never changed in place: launched steps keep it
+        self._slots_draw = False  # whether any slot draws its ids or edits its logits
         self._left: list[Request] = []  # have a slot and have ended
         self._unread: deque[Launched] = deque()
         self._halfway: Halfway | None = None
@@ -190,6 +190,7 @@ class DeviceSteps:
         captured = self._prompt_kind(prompts, 0 if apart else len(slot_of)) if apart or not depth else None
         apart = apart and captured is not None
         size = captured.seqs if captured and not apart else self._size(len(slot_of), depth)
+        self._slots_draw = self._slots_draw and any(map(self._draws, self.requests))  # min_tokens may be reached
         kind = StepKind(size, depth, size * (1 + depth), self._slots_draw)
         if depth and not needs_host:
             tokens = sum(1 + work.most_drafts for work in batch.work if work.decodes)
@@ -305,10 +306,11 @@ class DeviceSteps:
             if work.decodes and self.slots.chain and not self._knows(work.request):
                 self._no_hidden.add(work.request)
                 work.most_drafts = 0
+        if joining:
+            self._slots_changed()
         assert len(slot_of) == sum(work.decodes for work in batch.work), "a slot has no work in this step"
         assert len(self.requests) <= self._runner.plan.max_seqs, len(self.requests)
         if joining:
-            self._slots_changed()
             self._write(joining)
         return slot_of, decoding
 

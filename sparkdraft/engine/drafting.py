@@ -126,8 +126,9 @@ class Drafting:
         """The number of drafts wanted for each request that may draft in the coming step."""
         if not self.budget or self.is_off or not requests or (self._are_quiet(requests) and self.budget.holds()):
             return {}
-        self._has_chosen = False
         if self._cannot_gain(requests):  # then no text is searched for matches either
+            self._has_chosen = False
+            self._quiet.clear()
             self.budget.stay_plain()
             return {}
         depths: dict[Request, int] = {}
@@ -152,11 +153,12 @@ class Drafting:
         return found
 
     def _cannot_gain(self, requests: list[Request]) -> bool:
-        """Whether nobody names a depth and even certain drafts would lose in so large a batch."""
+        """Whether the depth of all is chosen and even drafts that are nearly certain would lose in so large a batch."""
         assert self.budget
-        if len(requests) == 1 or any(self._asked(request) for request in requests):
+        if len(requests) == 1 or any(self._asked(request) is not None for request in requests):
             return False
-        return not self.budget.could_pay(len(requests), max(request.num_tokens for request in requests))
+        longest = max(request.num_tokens for request in requests)
+        return not self.budget.could_pay(len(requests), longest, copied=True)
 
     def _are_quiet(self, requests: list[Request]) -> bool:
         """Whether the choice that none drafts holds for this batch too: hardly any request is new in it."""
@@ -208,8 +210,8 @@ class Drafting:
         """Shows the drafter the committed tokens, or passes over those of a batch in which no draft could pay."""
         row, longest = 0, max(w.stop for w in batch.work)
         # depths were chosen for the decoding requests; prompts will join them
-        sizes = {decodes: sum(w.decodes or not decodes for w in batch.work) for decodes in (True, False)}
-        could_pay = {decodes: self._could_pay(max(size, 1), longest) for decodes, size in sizes.items()}
+        sizes = {True: sum(w.decodes for w in batch.work), False: len(batch.work)}
+        could_pay = {kind: self._could_pay(sizes[kind], longest) for kind in {w.decodes for w in batch.work}}
         for work in batch.work:
             if could_pay[work.decodes] or work.drafts or self._asked(work.request):
                 proposer.observe(work, runner, row)
@@ -265,8 +267,7 @@ class Drafting:
         if not self.budget:
             return
         for request in requests:
-            kept = self._requests.get(request) or self._of(request)
-            kept.stats.num_plain_steps += 1
+            self._of(request).stats.num_plain_steps += 1
         if verify and requests:
             contexts = [request.num_tokens for request in requests]
             if self._wants_plain(contexts):

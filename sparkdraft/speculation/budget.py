@@ -108,7 +108,8 @@ class Budget:
         self._chosen_for: tuple[Bucket, int] | None = None
         self._until = 0
         self._weighed, self._news = 0, False  # the step of the last choice that weighed all depths; learnt since
-        self._may_pay: dict[tuple[Bucket, int], tuple[bool, int]] = {}  # answers of `could_pay`, and for how many more
+        # Answers of `could_pay` by what was asked, and how often each is given again.
+        self._may_pay: dict[tuple[int, int, int, bool, bool], tuple[bool, int]] = {}
         self._plain_at: dict[Bucket, int] = {}  # the last step without drafts
         self.wants_plain = False  # whether the next plain step that is read should be timed
         self._guessed = -1  # the step that drafted for requests of a kind of which little is known
@@ -136,7 +137,7 @@ class Budget:
         return True
 
     def stay_plain(self) -> None:
-        """Counts a step without drafts, which was found by `could_pay`."""
+        """Counts a step in which nobody drafts because `could_pay` said no. The last choice holds no longer."""
         self._until = 0
         self._pass()
 
@@ -204,26 +205,32 @@ class Budget:
             self._plain_at[bucket] = self.clock
         return stale
 
-    def could_pay(self, num: int, context: int, extra: int = 0) -> bool:
-        """Whether any text would gain by drafts in such a batch; where tokens are dear, even certain drafts lose. An
-        answer is given a few times."""
+    def could_pay(self, num: int, context: int, extra: int = 0, copied: bool = False) -> bool:
+        """Whether any text would gain by drafts in such a batch; where tokens are dear, even certain drafts lose.
+        copied: also drafts that are copied from the text, which cost no pass where there are any. An answer is given a
+        few times."""
         bucket = bucket_of(num, context)
-        pays, more = self._may_pay.get((bucket, extra), (False, 0))
+        known = self.costs.knows_plain(bucket)
+        asked = num, bucket[1], extra, copied, known
+        pays, more = self._may_pay.get(asked, (False, 0))
         if not more:
-            pays, more = self._could_pay(bucket, num, extra), REST if self.costs.knows_plain(bucket) else WAIT
-        self._may_pay[bucket, extra] = pays, more - 1
+            pays, more = self._could_pay(bucket, num, extra, copied), REST if known else WAIT
+        self._may_pay[asked] = pays, more - 1
         return pays
 
-    def _could_pay(self, bucket: Bucket, num: int, extra: int) -> bool:
+    def _could_pay(self, bucket: Bucket, num: int, extra: int, copied: bool) -> bool:
         plain = self.costs.plain(bucket, num + extra)
         gained = np.array(expected_tokens([HOPED] * self.max_depth))[self.depths] - 1
         drafting = np.array([[1], [num]])  # one of them, or all
         passes = self.costs.drafting(bucket, num if self._for_all else drafting, self.depths, plain)
-        if not self._by_model.any():
-            passes = np.zeros(1)
         packed = self._packed(num, num + 1.0 * drafting * self.depths, self.depths)
-        seconds = passes + self.costs.at(bucket).verify.at(extra + packed)
-        return bool(((num + drafting * gained) * plain > num * seconds).any())
+        seconds = self.costs.at(bucket).verify.at(extra + packed)
+        rates = (num + drafting * gained) * plain / num
+        if not self._by_model.any() or (copied and not self._by_model.all()):
+            least = MARGIN if copied else 1.0  # searching texts for matches costs a little
+            if (rates > least * seconds).any():
+                return True
+        return bool(self._by_model.any() and (rates > passes + seconds).any())
 
     def pays_beside(self, rows: int) -> bool:
         """Whether the last choice's drafts still pay when a prompt of so many tokens has to run in a pass of its own.

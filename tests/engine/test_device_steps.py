@@ -172,6 +172,16 @@ def test_empty_slots_count_nothing(overlapped: LLM, watched: list[int]) -> None:
         engine.step()
 
 
+def test_a_least_length_is_edited_only_until_it_is_reached(overlapped: LLM) -> None:
+    engine, steps = overlapped.engine, device_steps(overlapped)
+    engine.add([5, 6, 7], SamplingParams(max_tokens=12, min_tokens=4, num_draft=0, ignore_eos=True))
+    draws = []
+    while engine.has_work:
+        engine.step()
+        draws.append(steps._slots_draw)
+    assert draws[1] and not draws[-1], draws
+
+
 def test_a_step_runs_hardly_more_tokens_than_it_packs(
     overlapped: LLM, host: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -427,3 +427,25 @@ def one_step(made: Budget, slots: list[int], chance: float) -> list[int]:
     rng = random.Random(made.clock)
     made.record(slots, depths, [accept(rng, flat(chance), depth) for depth in depths])
     return depths
+
+
+def test_copies_may_pay_where_the_drafters_pass_does_not() -> None:
+    """The answer is that of the batch that asks, not of another of its bucket."""
+    machine, rng = MACHINES["arm"], random.Random(0)
+    kinds = [Kind(START, False, False, False), Kind(START, False, True, False)]  # copied, and by the model
+    made = Budget(MAX_DEPTH, kinds, DEPTHS)
+    for num in (1, 3, 4, 8):
+        for depth in [d for d in DEPTHS for _ in range(3)]:
+            measure(made, machine, rng, num, num * depth, num * bool(depth), depth)
+    assert made.could_pay(3, 100, copied=True) and made.could_pay(4, 100, copied=True)
+    assert not made.could_pay(4, 100), "with a pass of the drafter even certain drafts lose"
+    assert not made.could_pay(16, 100, copied=True), "many tokens are dear, wherever drafts come from"
+
+
+def test_a_step_that_stays_plain_counts_and_ends_the_choice() -> None:
+    made = budget(MACHINES["cpu"], [1])
+    slot = made.open(0)
+    made.choose([slot], 100)
+    clock, balance = made.clock, made.balance
+    made.stay_plain()
+    assert made.clock == clock + 1 and made.balance > balance and not made.holds()
