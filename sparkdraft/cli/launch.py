@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join, quote
-from tempfile import gettempdir
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 import httpx
@@ -236,7 +236,8 @@ def started(model: str, context: int, key: str) -> Iterator[str]:
     command = [sys.executable, "-m", "sparkdraft.cli.main", "serve", "--host", "127.0.0.1", "--port", "8000"]
     command += ["--model", model] if model else []
     command += ["--max-model-len", str(context)] if context else []
-    log = Path(gettempdir()) / f"sparkdraft-launch-{os.getpid()}.log"
+    with NamedTemporaryFile(prefix="sparkdraft-launch-", suffix=".log", delete=False) as file:
+        log = Path(file.name)
     say(f"no server runs at {DEFAULT_URL}: starting `{' '.join(['sparkdraft', *command[3:]])}` (its log: {log})")
     with log.open("wb") as out:
         # In a session of its own, so that Ctrl-C in the program does not end it.

@@ -15,7 +15,7 @@ import re
 import time
 import tomllib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,9 +55,9 @@ class Use:
 class Keys:
     """file: the path of a keys file, or ""."""
 
-    def __init__(self, key: str = "", file: str = "") -> None:
+    def __init__(self, key: str = "", file: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._own = [Key(FLAG, digest_of(key.encode()))] if key else []
-        self._file = file
+        self._file, self._clock = file, clock
         self._named: list[Key] = []
         self._use: dict[str, Use] = {}  # by name, so that a file that is read again resets no limit
         self._looked = 0.0
@@ -78,7 +78,7 @@ class Keys:
 
     def enter(self, key: Key) -> None:
         """Count a request, or refuse it with 429 if it is past one of its key's limits."""
-        use, now = self._use.setdefault(key.name, Use()), time.monotonic()
+        use, now = self._use.setdefault(key.name, Use()), self._clock()
         while use.began and now - use.began[0] >= MINUTE:
             use.began.popleft()
         if key.max_concurrent and use.running >= key.max_concurrent:
@@ -99,7 +99,7 @@ class Keys:
 
     def _look(self) -> None:
         """Read the file again if it has changed. One that cannot be read changes nothing, and the log says why."""
-        now = time.monotonic()
+        now = self._clock()
         if not self._file or now - self._looked < LOOK:
             return
         self._looked = now
@@ -127,7 +127,7 @@ class Keys:
         if len(text) > MAX_FILE:
             raise UserError(f"the keys file {self._file} is larger than {MAX_FILE:,} bytes")
         self._named = parsed(text, self._file)
-        self._version, self._looked = _version_of(status), time.monotonic()
+        self._version, self._looked = _version_of(status), self._clock()
         if status.st_mode & 0o077:
             mode = f"{status.st_mode & 0o777:03o}"
             log.warning("the keys file %s is open to other users (mode %s); chmod 600 it", self._file, mode)

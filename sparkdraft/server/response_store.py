@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from sparkdraft.server.protocol.shapes import Json, dumps
 
 MAX_RESPONSES = 1000
-MAX_BYTES = 64 << 20  # as JSON
+MAX_BYTES = 64 << 20
+VALUE = 64  # bytes that a value takes beside its text, about
 Key = tuple[str, str]  # the owner and an id
 
 
@@ -34,6 +35,12 @@ class Stored:
         return [*self.input[len(self.input) - self.num_own :], *self.response["output"]]
 
 
+def memory_of(value: object) -> int:
+    """About how many bytes a value takes: small ones take far more than their JSON."""
+    text = dumps(value)
+    return len(text) + VALUE * sum(map(text.count, (b",", b"[", b"{")))
+
+
 class ResponseStore:
     """Owners see only their own responses. A stored response has its conversation with it, so that it stays complete
     when the ones before it are gone; each is counted with all that it needs."""
@@ -49,7 +56,7 @@ class ResponseStore:
 
     def keep(self, owner: str, response: Json, added: Sequence[Json], before: Stored | None = None) -> bool:
         """Store a response. added: the items of its request. Returns False if it alone exceeds the limit of bytes."""
-        size = len(dumps(added)) + len(dumps(response)) + (before.num_bytes if before else 0)
+        size = memory_of(added) + memory_of(response) + (before.num_bytes if before else 0)
         if size > self.max_bytes:
             return False
         stored = Stored(response, [*(before.items if before else ()), *added], len(added), size)

@@ -221,6 +221,7 @@ class _Writer:
         self._rules = rules
         self._terminals = _terminals(rules)
         self._names = {name: self._name(i, name) for i, name in enumerate(rules)}
+        self._known: dict[int, bool] = {}  # whether parts of the rules are terminals, by their id()
         self._runs: dict[str, str] = {}  # the body of a terminal that has no rule of its own -> its name
 
     def text(self) -> str:
@@ -235,6 +236,12 @@ class _Writer:
         return plain.upper() if name in self._terminals else plain
 
     def _is_terminal(self, part: Part) -> bool:
+        found = self._known.get(id(part))
+        if found is None:  # a part is asked about once for each level around it
+            found = self._known[id(part)] = self._found_terminal(part)
+        return found
+
+    def _found_terminal(self, part: Part) -> bool:
         match part:
             case Letters():
                 return True

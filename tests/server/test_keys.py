@@ -233,8 +233,7 @@ def test_a_broken_file_changes_nothing_and_is_told_once(
 def test_the_file_is_looked_at_once_a_second(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks, now, real = [], [100.0], os.stat
     monkeypatch.setattr(keys, "LOOK", 1.0)
-    monkeypatch.setattr(keys.time, "monotonic", lambda: now[0])
-    found = Keys(file=str(file))
+    found = Keys(file=str(file), clock=lambda: now[0])
     monkeypatch.setattr(keys.os, "stat", lambda path: looks.append(path) or real(path))
     for _ in range(100):
         assert found.find(ALICE.encode())

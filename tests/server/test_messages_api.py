@@ -337,7 +337,8 @@ def test_a_real_engine_ends_at_a_stop_sequence(tiny_server: Live) -> None:
         with client.messages.stream(**body, stop_sequences=[stop]) as stream:
             assert comparable(stream.get_final_message())["content"] == comparable(ended)["content"]
         usage = client.messages.create(**body).usage
-        assert usage.cache_read_input_tokens == 16 and usage.input_tokens == free.usage.input_tokens - 16
+        every = free.usage.input_tokens + free.usage.cache_read_input_tokens  # another test may have sent it before
+        assert usage.cache_read_input_tokens == 16 and usage.input_tokens == every - 16
 
 
 # ---- what reaches the model
@@ -788,3 +789,30 @@ def test_an_image_in_a_result_is_left_out_and_said(ear: Serving) -> None:
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [image]}
     turns = [{"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
     assert "An image was left out" in ear.rendered(messages=[*USER, *turns], tools=[WEATHER])
+
+
+def test_a_call_that_broke_off_is_not_to_be_run() -> None:
+    with serving('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par') as broken:
+        message = broken.post(tools=[WEATHER]).json()
+    calls = [block for block in message["content"] if block["type"] == "tool_use"]
+    assert not calls or message["stop_reason"] == "max_tokens", message
+
+
+def test_a_tool_is_defined_at_its_first_reference_only(ear: Serving) -> None:
+    tool = WEATHER | {"defer_loading": True, "description": "y" * 1000}
+    called = {"type": "tool_use", "id": "t", "name": "search", "input": {}}
+    found = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": [{"type": "tool_reference", "tool_name": "get_weather"}] * 50,
+    }
+    turns = [{"role": "assistant", "content": [called]}, {"role": "user", "content": [found]}]
+    assert ear.rendered(messages=[*USER, *turns], tools=[tool]).count("y" * 1000) == 1
+
+
+def test_blocks_within_blocks_are_refused_in_words(ear: Serving) -> None:
+    block: dict[str, Any] = {"type": "text", "text": "x"}
+    for _ in range(240):
+        block = {"type": "search_result", "title": "t", "source": "s", "content": [block]}
+    answer = ear.post(messages=[{"role": "user", "content": [block]}])
+    assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from sparkdraft.server.response_store import ResponseStore
+from sparkdraft.server.response_store import ResponseStore, memory_of
 
 
 def response(name: str, text: str = "") -> dict[str, Any]:
@@ -53,10 +52,10 @@ def test_a_response_outlives_those_that_it_continues() -> None:
 
 
 def test_bytes_are_bounded() -> None:
-    store = ResponseStore(max_bytes=1000)
+    store = ResponseStore(max_bytes=4000)
     for i in range(20):
         assert store.keep("me", response(f"r{i}", "x" * 100), asked(f"r{i}", "y" * 50))
-        assert store.num_bytes <= 1000
+        assert store.num_bytes <= 4000
     assert 1 < len(store) < 6 and store.find("me", "r19") and not store.find("me", "r0")
     for i in range(20):
         store.delete("me", f"r{i}")
@@ -68,8 +67,13 @@ def test_a_chain_is_counted_whole() -> None:
     store.keep("me", response("a", "x" * 1000), asked("a"))
     alone = store.num_bytes
     store.keep("me", response("b"), asked("b"), store.find("me", "a"))
-    added = len(json.dumps(response("b"))) + len(json.dumps(asked("b")))
-    assert 2 * alone < store.num_bytes <= 2 * alone + added
+    added = memory_of(response("b")) + memory_of(asked("b"))
+    assert store.num_bytes == 2 * alone + added
+
+
+def test_small_values_are_counted_as_what_they_take() -> None:
+    """An empty list is three bytes of JSON and far more in memory."""
+    assert memory_of([[]] * 1000) > 50_000 > memory_of(["x" * 3000])
 
 
 def test_what_alone_exceeds_the_limit_is_not_kept_and_nothing_goes_for_it() -> None:

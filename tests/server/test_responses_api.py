@@ -900,3 +900,35 @@ def test_the_agents_sdk_streams_and_uses_the_store(server: Scripted) -> None:
     result = run_agent(server, run)
     assert result.final_output == "It is sunny."
     assert server.prompts[1].startswith(server.prompts[0]) and "sunny in Paris" in server.prompts[1]
+
+
+def test_an_input_that_broke_off_is_never_done(server: Scripted) -> None:
+    """Half a command is a command: a client would run it."""
+    said = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "rm -rf /tmp/build'
+    server.says(said, said)
+    events = server.events(input="clean up", tools=[PATCH])
+    assert not [e for e in of_kind(events, "output_item.done") if e["item"]["type"] == "custom_tool_call"]
+    assert not of_kind(events, "custom_tool_call_input.done")
+    last = events[-1]["response"]
+    assert last["status"] == "incomplete" and last["output"][-1]["status"] == "incomplete"
+
+
+def test_small_references_do_not_become_large_texts(server: Scripted) -> None:
+    big = {"type": "function", "name": "big", "description": "x" * 3000, "parameters": {}}
+    found = {"type": "tool_search_output", "call_id": "c", "tools": [{"type": "function", "name": "big"}] * 100}
+    server.says("ok")
+    server.responses.create(input=[user("hi"), found], tools=[big])
+    assert server.prompts[-1].count("x" * 3000) <= 2, "in the header, and once where it was found"
+    server.says("ok")
+    first = server.responses.create(input=[user("hi")])
+    twice = [{"type": "item_reference", "id": first.output[0].id}] * 2
+    assert "more than once" in error_of(server.post(input=twice))["message"]
+
+
+def test_nested_and_many_tools_are_refused_in_words(server: Scripted) -> None:
+    nested: dict[str, Any] = {"type": "function", "name": "f"}
+    for _ in range(150):
+        nested = {"type": "namespace", "name": "n", "tools": [nested]}
+    assert "one level up" in error_of(server.post(input="hi", tools=[nested]))["message"]
+    many = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": f"f{i}"} for i in range(5000)]}
+    assert "at most 128" in error_of(server.post(input="hi", tools=[many]))["message"]

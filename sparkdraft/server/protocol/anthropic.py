@@ -36,7 +36,7 @@ from sparkdraft.server.protocol.conversation import in_order, text_of
 from sparkdraft.server.protocol.sampling import Fields, Stop
 from sparkdraft.server.protocol.shapes import Answer, Chunk, Json, dumps
 from sparkdraft.server.protocol.validation import ApiError, shown
-from sparkdraft.server.protocol.written import TOOL_CALLS, Written, parsed
+from sparkdraft.server.protocol.written import TOOL_CALLS, Call, Written, parsed
 from sparkdraft.text.events import Content, Event, Reasoning, ToolArguments, ToolCall, first_tag
 
 MOST_TOOLS = 2000  # in a body, deferred ones included
@@ -170,7 +170,11 @@ def chat_request(body: CountTokensRequest, switch: str, repetition_limit: int = 
     tens of thousands, which a model in a loop would write."""
     tools = _custom_tools(body.tools or ())
     reader = _Reader(tools)
-    messages = reader.messages(body)
+    try:
+        messages = reader.messages(body)
+    except RecursionError:
+        sentence = "messages has blocks that are nested too deeply to be read; flatten them."
+        raise ApiError(400, sentence, "messages") from None
     deferred = {tool.name for tool in body.tools or () if tool.defer_loading and tool.name in tools}
     choice = body.tool_choice
     known = reader.loaded | {choice.name if choice else None}
@@ -348,9 +352,10 @@ class _Reader:
 
     def _reference(self, name: str) -> str:
         """The definition of a tool, where a search for tools has found it: the beginning of the prompt stays the same.
-        A tool that is no longer offered is only named."""
+        A tool that is no longer offered is only named, and so is one that was defined before: many references are
+        small, and definitions may be large."""
+        tool = None if name in self.loaded else self.tools.get(name)
         self.loaded.add(name)
-        tool = self.tools.get(name)
         found = tool.model_dump(exclude_none=True) if tool else {"name": name}
         return _as_json(found, "tools", ensure_ascii=False).encode("utf-8", "replace").decode()
 
@@ -538,8 +543,8 @@ class MessagesAnswer(Answer):
         if self.stop_sequence is not None:
             return "stop_sequence"
         outcome = self.written.outcome
-        if outcome == TOOL_CALLS:
-            return "tool_use"
+        if outcome == TOOL_CALLS:  # no client may run a call that broke off, for which the input is {}
+            return "max_tokens" if any(map(_is_broken, self.written.calls.values())) else "tool_use"
         if outcome != FinishReason.LENGTH.value:
             return "end_turn"
         is_full = self.tally.num_prompt + self.tally.num_output >= self.max_model_len
@@ -553,6 +558,10 @@ class MessagesAnswer(Answer):
         data = b"".join(self.tokenizer.token_bytes(token, not self.keep_special) for token in self.last_ids)
         found = first_tag(data.decode("utf-8", "ignore"), self.stops, 0)
         return found[1] if found else None
+
+
+def _is_broken(call: Call) -> bool:
+    return bool(call.arguments.strip()) and not isinstance(parsed(call.arguments), dict)
 
 
 def _event(body: Json) -> bytes:

@@ -172,6 +172,10 @@ class CustomCallItem(CallItem):
     def json(self) -> Json:
         return {"id": self.id, "type": self.kind, "status": self.status, **self.called, "input": self.text}
 
+    def end(self, cut: bool) -> list[Named]:
+        """An input that broke off is cut too, whatever ended the text: half a command is a command."""
+        return super().end(cut or self._reader.is_broken)
+
     def grow(self, text: str) -> list[Named]:
         return self._delta(self._reader.feed(text))
 
@@ -221,6 +225,7 @@ class ResponsesAnswer(Answer):
     num_reasoning: int = 0  # tokens
     _heads: dict[str, bytes] = field(default_factory=dict)  # of deltas, by the item's id
     _open: Item | None = None
+    _opened: bytes = b"{}"  # the response of the opening
     _calls: dict[int, CallItem] = field(default_factory=dict)  # by the parser's number
     _tokens: int = 0  # of text that the parser still holds, as are the next
     _logprobs: list[Json] = field(default_factory=list)
@@ -228,11 +233,16 @@ class ResponsesAnswer(Answer):
     # ---- events
 
     def opening(self, num_prompt: int) -> list[Chunk]:
+        self._opened = dumps(self._response(IN_PROGRESS))
         return [self._state("created"), self._state(IN_PROGRESS)]
 
     def ping(self, said: str) -> bytes:
-        """An event, because clients that wait for events do not count comments."""
-        return self._state(IN_PROGRESS)
+        """An event, because clients that wait for events do not count comments. It has the response of the opening,
+        which is encoded once."""
+        number, self.num_events = self.num_events, self.num_events + 1
+        name = f"response.{IN_PROGRESS}"
+        begin = dumps({"type": name, "sequence_number": number})[:-1]
+        return b'event: %b\ndata: %b,"response":%b}\n\n' % (name.encode(), begin, self._opened)
 
     def failure(self, error: ApiError) -> list[Chunk]:
         response = self._response(FAILED) | {"error": {"code": error_code(error), "message": _cut(error.message)}}
@@ -317,7 +327,8 @@ class ResponsesAnswer(Answer):
 
     @property
     def _is_cut(self) -> bool:
-        return self.text.outcome == FinishReason.LENGTH.value
+        """Whether a limit ended the text, or a call broke off."""
+        return self.text.outcome == FinishReason.LENGTH.value or any(i.status == INCOMPLETE for i in self.items)
 
     def whole(self) -> Json:
         response = self._response(INCOMPLETE if self._is_cut else COMPLETED)

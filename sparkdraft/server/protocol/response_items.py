@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -96,7 +97,7 @@ class CallOutput(Fields):
 
 class MoreTools(Fields):
     call_id: str | None = None
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def new_id(kind: str) -> str:
@@ -109,7 +110,10 @@ def kind_of(item: Json) -> Any:
 
 
 def resolved(items: Sequence[Json], find: Find) -> list[Json]:
-    """Put stored items in place of references to them."""
+    """Put stored items in place of references to them. Each may be named once: a reference is small, an item is not."""
+    names = Counter(str(item.get("id")) for item in items if kind_of(item) == REFERENCE)
+    if twice := next((name for name, count in names.items() if count > 1), None):
+        raise ApiError(400, f"input refers to the item {shown(twice)} more than once; name it once.", "input")
     return [_found(item, f"input[{i}]", find) if kind_of(item) == REFERENCE else item for i, item in enumerate(items)]
 
 
@@ -215,6 +219,7 @@ class Conversation:
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox = toolbox
         self.messages: list[ChatMessage] = []
+        self._described: set[str] = set()  # names of tools
         self._turn: Turn | None = None
 
     def add(self, item: Json, place: str) -> None:
@@ -237,7 +242,7 @@ class Conversation:
                 self._search(validated(SearchCall, item, place))
             case "tool_search_output":
                 found = validated(MoreTools, item, place)
-                text = self.toolbox.described(found.tools, f"{place}.tools")
+                text = self.toolbox.described(found.tools, f"{place}.tools", self._described)
                 self._say(ChatMessage(role="tool", tool_call_id=found.call_id, content=text), place)
             case "additional_tools":
                 self._more_tools(validated(MoreTools, item, place), place)
@@ -267,8 +272,8 @@ class Conversation:
     def _more_tools(self, more: MoreTools, place: str) -> None:
         """Tools that the beginning of the prompt does not show are described here."""
         if self._turn or any(message.role not in INSTRUCTS for message in self.messages):
-            text = f"More tools: {self.toolbox.described(more.tools, f'{place}.tools')}"
-            self._say(ChatMessage(role="developer", content=text), place)
+            text = self.toolbox.described(more.tools, f"{place}.tools", self._described)
+            self._say(ChatMessage(role="developer", content=f"More tools: {text}"), place)
 
     @property
     def _open(self) -> Turn:

@@ -12,9 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from sparkdraft.server.protocol.chat import (
     MAX_SCHEMA_BYTES,
@@ -95,7 +95,7 @@ class SearchTool(Fields):
 class Namespace(Fields):
     name: Name
     description: str | None = None
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,11 @@ class Toolbox:
         for tool in first:
             self._add(_renamed(tool) if tool.namespace and tool.own in shared else tool)
         self.late = frozenset(name for each in given if each.late for name in self._added(each))
-        if len(self._by_name) > MAX_TOOLS:
-            count = f"{len(self._by_name)} functions, namespaces included"
-            raise ApiError(400, f"tools has {count}, and {MAX_TOOLS} is the limit; send fewer.", "tools")
 
     def _add(self, tool: Offered) -> None:
+        if len(self._by_name) == MAX_TOOLS:
+            count = f"more than {MAX_TOOLS} functions, namespaces included"
+            raise ApiError(400, f"tools has {count}; {MAX_TOOLS} is the limit: send fewer.", "tools")
         if tool.name in self._by_name:
             raise ApiError(400, f"Two tools have the name {tool.name!r}; give each its own.", "tools")
         self._by_name[tool.name] = self._by_own[tool.namespace, tool.own] = tool
@@ -173,11 +173,17 @@ class Toolbox:
         alone = [tool for tool in self._by_name.values() if tool.own == own and namespace is None]
         return alone[0] if len(alone) == 1 else None
 
-    def described(self, given: Sequence[Json], place: str) -> str:
-        """Tools that an item added, as the model reads them there."""
-        found = [tool for i, each in enumerate(given) for tool in read(each, f"{place}[{i}]")]
-        known = [self.named(tool.own, tool.namespace) or tool for tool in found]
-        return json.dumps([tool.function.model_dump(exclude_none=True) for tool in known], ensure_ascii=False)
+    def described(self, given: Sequence[Json], place: str, before: set[str]) -> str:
+        """Tools that an item added, as the model reads them there. before: names of those that were described, which
+        are only named again, because a body may repeat them often; those of this item are added."""
+        shown: list[Json] = []
+        for i, each in enumerate(given):
+            for tool in read(each, f"{place}[{i}]"):
+                known = self.named(tool.own, tool.namespace) or tool
+                is_new = known.name not in before
+                shown.append(known.function.model_dump(exclude_none=True) if is_new else {"name": known.name})
+                before.add(known.name)
+        return json.dumps(shown, ensure_ascii=False)
 
     def choice(self, given: str | Json | None) -> ToolChoice:
         if isinstance(given, dict):
@@ -282,9 +288,9 @@ def _custom(tool: CustomTool, place: str) -> Offered:
 
 
 def _namespace(space: Namespace, place: str) -> list[Offered]:
-    found = [tool for i, value in enumerate(space.tools) for tool in read(value, f"{place}.tools[{i}]")]
-    if any(tool.namespace for tool in found):
+    if any(value.get("type") == "namespace" for value in space.tools):
         raise ApiError(400, f"{place} has a namespace within a namespace; send its tools one level up.", place)
+    found = [tool for i, value in enumerate(space.tools) for tool in read(value, f"{place}.tools[{i}]")]
     found = [replace(tool, namespace=space.name) for tool in found]
     if space.description and found:  # said once, so that a large namespace does not cost its description many times
         first = found[0].function
@@ -309,7 +315,8 @@ def wrapped(text: str) -> str:
 
 
 HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-PIECE = re.compile(r'[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u]|"')
+# The last but one is no escape: a letter that is no hexadecimal digit follows too soon.
+PIECE = re.compile(r'[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u]|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])|"')
 ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}  # any other character stands for itself
 LONE = "\ufffd"  # stands for half of a pair of surrogates
 
@@ -321,6 +328,11 @@ class InputReader:
     def __init__(self) -> None:
         self._raw, self._inside, self._ended = "", False, False
         self._high = 0  # the first half of a pair of surrogates
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the arguments so far are the beginning of an object. At the end the call has then broken off."""
+        return not self._ended if self._inside else self._raw.lstrip().startswith("{") and parsed(self._raw) is None
 
     def feed(self, text: str) -> str:
         """Return the characters that became known."""
@@ -345,7 +357,7 @@ class InputReader:
             if text == '"':
                 self._ended = True
                 out += self._paired("")
-            elif text.startswith("\\u"):
+            elif len(text) == 6 and text.startswith("\\u"):
                 out += self._unit(int(text[2:], 16))
             else:
                 out += self._paired(ESCAPES.get(text[1:], text[1:]) if text[0] == "\\" else text)

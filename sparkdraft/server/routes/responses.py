@@ -54,14 +54,21 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     body.check()
-    asked = _asked(body, request, service)
+    before, items, keep = _known(body, request, service)
+    # Reading thousands of tools takes seconds.
+    asked = await service.in_thread(lambda: _asked(body, body.model or service.name, items, before, keep))
     if asked.toolbox.tools and asked.choice != "none":
         service.check_tools()
     return ResponsesReply(service, asked, service.require_ready())
 
 
-def _asked(body: ResponsesRequest, request: Request, service: Service) -> Asked:
-    store, owner = service_of(request).responses, owner_of(request)
+Keep = Callable[[Json], None]
+
+
+def _known(body: ResponsesRequest, request: Request, service: Service) -> tuple[Stored | None, list[Json], Keep | None]:
+    """What the store has: the response before, the items with those that are referred to; and what will store this
+    response."""
+    store, owner = service.responses, owner_of(request)
     before = None
     if body.previous_response_id is not None:
         before = store.find(owner, body.previous_response_id)
@@ -69,14 +76,17 @@ def _asked(body: ResponsesRequest, request: Request, service: Service) -> Asked:
             field = "previous_response_id"
             raise _not_found(f"Previous response with id '{body.previous_response_id[:100]}'", field)
     items = resolved(body.items, lambda name: store.item(owner, name))
-    listed = [Given(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or [])]
-    toolbox = Toolbox([*listed, *tools_in(before.items if before else [], items)])
 
     def keep(response: Json) -> None:
         store.keep(owner, response, for_storing(items), before)
 
-    kept = None if body.store is False else keep
-    return Asked(body, body.model or service.name, items, before, toolbox, toolbox.choice(body.tool_choice), kept)
+    return before, items, None if body.store is False else keep
+
+
+def _asked(body: ResponsesRequest, model: str, items: list[Json], before: Stored | None, keep: Keep | None) -> Asked:
+    listed = [Given(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or [])]
+    toolbox = Toolbox([*listed, *tools_in(before.items if before else [], items)])
+    return Asked(body, model, items, before, toolbox, toolbox.choice(body.tool_choice), keep)
 
 
 class ResponsesReply(Reply):
@@ -97,7 +107,7 @@ class ResponsesReply(Reply):
 
 
 def _job(text: ModelText, asked: Asked) -> Job:
-    for field, value in {"input": asked.items, **asked.body.response_fields()}.items():
+    for field, value in {"input": asked.body.items, **asked.body.response_fields()}.items():
         if isinstance(value, dict | list):
             check_plain(value, field)
     chat = asked.body.chat(asked.before.items if asked.before else [], asked.items, asked.toolbox, asked.choice)
