@@ -1,7 +1,7 @@
 """Bodies that nobody would write, made from the server's own OpenAPI document: never a 5xx, never a hang.
 
 `make test` runs some hundred cases. With FUZZ_CASES=800, as `make test-long` sets it, up to 800 run in each test of the
-routes that are used most, and a quarter of that for the others; 2,000 different bodies from the document are wanted, and
+routes that are used most, and a quarter of that for the others. 2,000 different bodies from the document are wanted;
 `-s` shows how many there were. With a key set, every case with a wrong one gets 401, whatever else is wrong with it.
 """
 
